@@ -1,0 +1,121 @@
+"""Channels-last group normalisation for the GroupNorm calls that a program already makes.
+
+    import gn_override
+
+is all: ``torch.nn.GroupNorm`` and ``torch.nn.functional.group_norm`` on channels-last tensors
+(NHWC, NDHWC, NLC) now run on this package's kernels, forward and backward. Everything else goes
+to PyTorch as before. ``GN_OVERRIDE=0`` in the environment imports without switching on.
+
+The switch is one flag of the process, shared by all threads; it may be flipped at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gn_override import _library
+
+if TYPE_CHECKING:
+    from gn_override._explain import Explanation, explain
+    from gn_override._report import Report, report
+
+__all__ = [
+    "Explanation",
+    "Report",
+    "__version__",
+    "disable",
+    "disabled",
+    "enable",
+    "enabled",
+    "explain",
+    "is_enabled",
+    "report",
+]
+
+_library.load()
+
+from gn_override import _meta  # noqa: E402  (needs the loaded library)
+
+_LAZY = {
+    "Explanation": "gn_override._explain",
+    "explain": "gn_override._explain",
+    "Report": "gn_override._report",
+    "report": "gn_override._report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What most programs never call is imported on first use, and so is the version."""
+    if name == "__version__":
+        return _library.build_info()["version"]
+    if name in _LAZY:
+        import importlib
+
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _set(on: bool) -> bool:
+    """Turn the switch, and return what it was."""
+    before: bool = torch.ops.gn_override.set_enabled(on)
+    if before != on:
+        # Fake strides follow the switch, and FakeTensorMode remembers the old ones.
+        _meta.switch_changed()
+    return before
+
+
+def enable() -> None:
+    """Send group normalisation that the kernels serve to them, from the next call on."""
+    _set(True)
+
+
+def disable() -> None:
+    """Send every call to PyTorch's own kernels: results are then stock's, bit for bit."""
+    _set(False)
+
+
+def is_enabled() -> bool:
+    """Whether the override is switched on."""
+    on: bool = torch.ops.gn_override.is_enabled()
+    return on
+
+
+@contextlib.contextmanager
+def _switched(on: bool) -> Iterator[None]:
+    before = _set(on)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    """Context manager (or decorator): on inside, what it was before afterwards.
+
+    The switch is the process's: other threads see it too while the block runs.
+    """
+    with _switched(True):
+        yield
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Context manager (or decorator): off inside, what it was before afterwards.
+
+    The switch is the process's: other threads see it too while the block runs.
+    """
+    with _switched(False):
+        yield
+
+
+_meta.install()
+if os.environ.get("GN_OVERRIDE", "1") != "0":
+    enable()

@@ -1,0 +1,98 @@
+"""Loads the extension, after a check that it was built for the torch that runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIRECTORY = Path(__file__).resolve().parent
+LIBRARY = DIRECTORY / "_C.abi3.so"
+BUILD_INFO = DIRECTORY / "_build_info.json"
+
+RECORD: dict[str, type | tuple[type, ...]] = {
+    "version": str,
+    "torch": str,
+    "torch_cuda": (str, type(None)),
+    "cuda_archs": list,
+    "backends": list,
+    "conditions": dict,
+}
+
+REBUILD = "pip install --no-build-isolation --no-deps --force-reinstall ."
+BUILD_IN_PLACE = "pip install --no-build-isolation -e ."
+
+
+@functools.cache
+def build_info() -> dict[str, Any]:
+    """The record that the build left beside the extension.
+
+    Keys: "version", "torch" and "torch_cuda" (the torch it was built for, and its CUDA version
+    or None), "cuda_archs" (as "9.0"), "backends" ("cpu", "cuda") and "conditions" (name: bool).
+    Raises ImportError where there is no record or where it cannot be read.
+    """
+    if not LIBRARY.exists():
+        raise ImportError(
+            f"gn_override has no extension in {DIRECTORY}. If this is the source tree and not "
+            "what you installed, run from another directory; to build here, run "
+            f"`{BUILD_IN_PLACE}` in {DIRECTORY.parent}"
+        )
+    try:
+        info = json.loads(BUILD_INFO.read_text())
+        for key, kind in RECORD.items():
+            if not isinstance(info[key], kind):
+                raise TypeError(f"{key} is {info[key]!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ImportError(
+            f"{BUILD_INFO} is not the record of a build ({error!r}). {_rebuild()}"
+        ) from None
+    return dict(info)
+
+
+def mismatch(info: dict[str, Any], version: str, cuda: str | None) -> str | None:
+    """Why an extension with this record must not be loaded into a torch, or None if it may.
+
+    Args:
+        info: the record of the build.
+        version: the running torch.__version__, for instance "2.13.0+cpu".
+        cuda: the running torch.version.cuda.
+    """
+    running = f"torch {version}" + (f" (CUDA {cuda})" if cuda else "")
+    built = f"torch {info['torch']}" + (
+        f" (CUDA {info['torch_cuda']})" if info["torch_cuda"] else ""
+    )
+    if _release(info["torch"]) != _release(version):
+        return f"it was built for {built}, and this is {running}"
+    if info["torch_cuda"] and not cuda:
+        return f"it was built with CUDA for {built}, and this is {running} without CUDA"
+    if info["torch_cuda"] and cuda and info["torch_cuda"].split(".")[0] != cuda.split(".")[0]:
+        return f"it was built for {built}, and this is {running}"
+    return None
+
+
+def load() -> None:
+    """Loads the extension, which registers its operators; the switch stays off.
+
+    Raises ImportError, with the reason and the command that helps, where the extension is
+    missing, was built for another torch than the running one, or cannot be loaded.
+    """
+    reason = mismatch(build_info(), torch.__version__, torch.version.cuda)
+    if reason is not None:
+        raise ImportError(f"gn_override's extension does not fit: {reason}. {_rebuild()}")
+    try:
+        torch.ops.load_library(str(LIBRARY))
+    except OSError as error:
+        raise ImportError(f"{LIBRARY} cannot be loaded ({error}). {_rebuild()}") from error
+
+
+def _release(version: str) -> list[str]:
+    """Major and minor: the binary interface of torch changes with these."""
+    return version.split("+")[0].split(".")[:2]
+
+
+def _rebuild() -> str:
+    command = BUILD_IN_PLACE if (DIRECTORY.parent / "setup.py").exists() else REBUILD
+    return f"To rebuild it, run `{command}` in the source tree of gn_override"

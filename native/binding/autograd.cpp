@@ -1,0 +1,254 @@
+// group_norm for PyTorch 2.11 to 2.13, where stock's makes what it gets
+// NCHW-contiguous, and where the derivative of native_group_norm does so too.
+//
+//   group_norm  channels-last, to be recorded   ChannelsLastNorm below
+//               channels-last otherwise         native_group_norm
+//               anything else                   at::native::group_norm
+//
+// The kernel sits at the composite key: that is where eager, inference mode,
+// fake tensors and tracing all pass. Sizes and strides may be symbolic here;
+// nothing below turns them into integers.
+#if GN_OVERRIDE_STOCK_DROPS_LAYOUT
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/group_norm_native.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <array>
+#include <optional>
+
+#include "native/binding/classify.h"
+#include "native/binding/generated/kernels.h"
+#include "native/binding/state.h"
+
+namespace gn_override::binding {
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+bool defined(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+bool requires_grad(const std::optional<Tensor>& tensor) {
+  return defined(tensor) && tensor->requires_grad();
+}
+
+// Carries a tangent of forward-mode AD, which has one level.
+bool is_dual(const std::optional<Tensor>& tensor) {
+  return defined(tensor) && tensor->_fw_grad(/*level=*/0).defined();
+}
+
+// The functorch accessor would not tell: it stays set after its first use.
+bool inside_functorch_transform() {
+  using c10::DispatchKey;
+  using c10::impl::tls_is_dispatch_key_included;
+  return tls_is_dispatch_key_included(
+             DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+bool serves(const at::Device& device) {
+#if GN_OVERRIDE_WITH_CUDA
+  return device.is_cpu() || device.is_cuda();
+#else
+  return device.is_cpu();
+#endif
+}
+
+// prefers_channels_last() that takes symbolic shapes too.
+bool keeps_layout(const Tensor& X) {
+  if (X.is_nested() || X.layout() != at::kStrided) {
+    return false;
+  }
+  if (!X.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    return prefers_channels_last(X);
+  }
+  if (X.dim() == 3) {
+    const auto strides = X.sym_strides();
+    const auto C = X.sym_size(1);
+    return TORCH_GUARD_OR_FALSE(c10::sym_eq(strides[1], 1)) &&
+        TORCH_GUARD_OR_FALSE(c10::sym_eq(strides[2], C)) &&
+        TORCH_GUARD_OR_FALSE(c10::sym_eq(strides[0], C * X.sym_size(2)));
+  }
+  const auto format = X.suggest_memory_format();
+  return format == at::MemoryFormat::ChannelsLast ||
+      format == at::MemoryFormat::ChannelsLast3d;
+}
+
+// dY in the layout of X, for which keeps_layout() holds.
+Tensor match_layout(const Tensor& dY, const Tensor& X) {
+  return X.dim() == 3 ? dY.transpose(1, 2).contiguous().transpose(1, 2)
+                      : dY.contiguous(X.suggest_memory_format());
+}
+
+// The gradients by PyTorch's own differentiable formula, for double backward.
+// Runs the forward again.
+variable_list differentiable_backward(
+    const Tensor& dY,
+    const Tensor& X,
+    const Tensor& gamma,
+    const c10::SymInt& N,
+    const c10::SymInt& C,
+    const c10::SymInt& HxW,
+    int64_t group,
+    double eps,
+    std::array<bool, 3> wanted) {
+  // Aliases: the graph from them to Y is the norm and nothing else, even where
+  // one operand was computed from another.
+  const Tensor x = X.view_as(X);
+  const Tensor weight = gamma.defined() ? gamma.view_as(gamma) : Tensor();
+  // No gradient depends on the value of beta.
+  Tensor bias;
+  if (wanted[2]) {
+    bias = at::zeros_symint({C}, (gamma.defined() ? gamma : X).options());
+    bias.requires_grad_();
+  }
+  const Tensor Y = std::get<0>(at::native_group_norm_symint(
+      x.contiguous(), weight, bias, N, C, HxW, group, eps));
+
+  const std::array<Tensor, 3> operands{x, weight, bias};
+  variable_list inputs;
+  for (size_t i = 0; i < 3; ++i) {
+    if (wanted[i]) {
+      inputs.push_back(operands[i]);
+    }
+  }
+  const variable_list computed = torch::autograd::grad(
+      {Y}, inputs, {dY}, /*retain_graph=*/true, /*create_graph=*/true);
+  variable_list gradients(3);
+  for (size_t i = 0, next = 0; i < 3; ++i) {
+    if (wanted[i]) {
+      gradients[i] = computed[next++];
+    }
+  }
+  return gradients;
+}
+
+struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
+  static constexpr bool is_traceable = true; // by compiled autograd
+
+  static Tensor forward(
+      AutogradContext* ctx,
+      const Tensor& X,
+      const std::optional<Tensor>& gamma,
+      const std::optional<Tensor>& beta,
+      const c10::SymInt& N,
+      const c10::SymInt& C,
+      const c10::SymInt& HxW,
+      int64_t group,
+      double eps) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [Y, mean, rstd] =
+        at::native_group_norm_symint(X, gamma, beta, N, C, HxW, group, eps);
+    // Not beta: no gradient depends on it, and what is saved must not be
+    // changed in place before backward.
+    ctx->save_for_backward({X, gamma.value_or(Tensor()), mean, rstd});
+    ctx->saved_data["N"] = N;
+    ctx->saved_data["C"] = C;
+    ctx->saved_data["HxW"] = HxW;
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["has_beta"] = defined(beta);
+    return Y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor& dY = grads[0];
+    const Tensor& X = saved[0];
+    const Tensor& gamma = saved[1];
+    const c10::SymInt N = ctx->saved_data["N"].toSymInt();
+    const c10::SymInt C = ctx->saved_data["C"].toSymInt();
+    const c10::SymInt HxW = ctx->saved_data["HxW"].toSymInt();
+    const int64_t group = ctx->saved_data["group"].toInt();
+    // Edges are counted over the operands that are defined.
+    const bool has_gamma = gamma.defined();
+    const bool has_beta = ctx->saved_data["has_beta"].toBool();
+    const std::array<bool, 3> wanted{
+        ctx->needs_input_grad(0),
+        has_gamma && ctx->needs_input_grad(1),
+        has_beta && ctx->needs_input_grad(has_gamma ? 2 : 1)};
+
+    variable_list gradients(3);
+    if (at::GradMode::is_enabled()) {
+      const double eps = ctx->saved_data["eps"].toDouble();
+      gradients =
+          differentiable_backward(dY, X, gamma, N, C, HxW, group, eps, wanted);
+    } else {
+      // The backward kernel copies other layouts itself, but the stock kernel
+      // of these versions, should the call end there, misreads them.
+      const RawLayoutScope raw_layout;
+      std::tie(gradients[0], gradients[1], gradients[2]) =
+          at::native_group_norm_backward_symint(
+              match_layout(dY, X),
+              X,
+              saved[2],
+              saved[3],
+              gamma,
+              N,
+              C,
+              HxW,
+              group,
+              wanted);
+    }
+    gradients.resize(8); // an undefined one for each other argument of forward
+    return gradients;
+  }
+};
+
+} // namespace
+
+Tensor group_norm_composite(
+    const Tensor& input,
+    int64_t num_groups,
+    const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias,
+    double eps,
+    bool cudnn_enabled) {
+  const auto stock = [&] {
+    return at::native::group_norm(
+        input, num_groups, weight, bias, eps, cudnn_enabled);
+  };
+  // Stock differentiates duals and works inside of functorch; both refuse a
+  // C++ autograd function.
+  if (!is_on() || !serves(input.device()) || !keeps_layout(input) ||
+      is_dual(input) || is_dual(weight) || is_dual(bias) ||
+      inside_functorch_transform()) {
+    return stock();
+  }
+  const c10::SymInt N = input.sym_size(0);
+  const c10::SymInt C = input.sym_size(1);
+  // What stock refuses, stock refuses.
+  const auto fits = [&](const std::optional<Tensor>& parameter) {
+    return !defined(parameter) ||
+        (parameter->dim() == 1 && parameter->sym_numel() == C);
+  };
+  if (num_groups <= 0 || C % num_groups != 0 || !fits(weight) || !fits(bias)) {
+    return stock();
+  }
+  c10::SymInt HxW = 1;
+  for (int64_t d = 2; d < input.dim(); ++d) {
+    HxW *= input.sym_size(d);
+  }
+
+  const RawLayoutScope raw_layout;
+  const bool recorded = at::GradMode::is_enabled() &&
+      (requires_grad(input) || requires_grad(weight) || requires_grad(bias)) &&
+      !c10::impl::tls_is_dispatch_key_excluded(
+                            c10::DispatchKey::AutogradFunctionality);
+  return recorded
+      ? ChannelsLastNorm::apply(input, weight, bias, N, C, HxW, num_groups, eps)
+      : std::get<0>(at::native_group_norm_symint(
+            input, weight, bias, N, C, HxW, num_groups, eps));
+}
+
+} // namespace gn_override::binding
+
+#endif // GN_OVERRIDE_STOCK_DROPS_LAYOUT

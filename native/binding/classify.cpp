@@ -1,0 +1,225 @@
+#include "native/binding/classify.h"
+
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/MemoryFormat.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace gn_override::binding {
+
+namespace {
+
+std::optional<DType> to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return DType::kFloat;
+    case at::kDouble:
+      return DType::kDouble;
+    case at::kHalf:
+      return DType::kHalf;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+int alignment_of(const at::Tensor& tensor) {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  return static_cast<int>(std::min<uintptr_t>(address & (~address + 1), 16));
+}
+
+// A parameter is [C], a statistic has N * G elements; both of `type`, on X's
+// device.
+bool fits(
+    const at::Tensor& tensor,
+    const at::Tensor& X,
+    at::ScalarType type,
+    int64_t numel) {
+  return tensor.numel() == numel && tensor.scalar_type() == type &&
+      tensor.device() == X.device() && tensor.layout() == at::kStrided;
+}
+
+bool defined(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+// The dimension that is i-th from the innermost in channels-last order: C, then
+// the spatial ones from the last to the first, then N.
+int64_t channels_last_dim(int64_t i, int64_t dim) {
+  return i == 0 ? 1 : i == dim - 1 ? 0 : dim - i;
+}
+
+// What forward and backward ask of X and of the integers; the cheapest test
+// that most declined calls fail comes first.
+Classified classify_common(
+    const at::Tensor& X,
+    at::ScalarType param_type,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group) {
+  Classified result;
+  if (X.is_contiguous()) {
+    result.declined = "NCHW-contiguous input";
+    return result;
+  }
+  if (!prefers_channels_last(X)) {
+    result.declined = "input is not channels-last";
+    return result;
+  }
+  if (X.size(0) != N || X.size(1) != C || X.numel() != N * C * HxW) {
+    result.declined = "N, C, HxW are not the input's";
+    return result;
+  }
+  if (X.numel() == 0) {
+    result.declined = "empty input";
+    return result;
+  }
+  if (group <= 0 || C % group != 0) {
+    result.declined = "channels are not divisible by groups";
+    return result;
+  }
+  const auto dtype = to_dtype(X.scalar_type());
+  const auto param_dtype = to_dtype(param_type);
+  const bool half = X.scalar_type() == at::kHalf ||
+      X.scalar_type() == at::kBFloat16;
+  if (!dtype || !param_dtype ||
+      (param_type != X.scalar_type() && !(half && param_type == at::kFloat))) {
+    result.declined = "dtypes";
+    return result;
+  }
+  Problem& problem = result.problem;
+  problem.device = X.is_cuda() ? DeviceType::kCUDA : DeviceType::kCPU;
+  problem.dtype = *dtype;
+  problem.param_dtype = *param_dtype;
+  problem.N = N;
+  problem.C = C;
+  problem.HxW = HxW;
+  problem.G = group;
+  problem.channels_last = true;
+  // A copy made by to_channels_last() is aligned at least as well.
+  problem.alignment = alignment_of(X);
+  return result;
+}
+
+} // namespace
+
+bool is_channels_last(const at::Tensor& X) {
+  const int64_t dim = X.dim();
+  if (dim < 3 || dim > 5 || X.layout() != at::kStrided || X.is_contiguous()) {
+    return false;
+  }
+  // The stride of a dimension of size 1 says nothing.
+  int64_t expected = 1;
+  for (int64_t i = 0; i < dim; ++i) {
+    const int64_t d = channels_last_dim(i, dim);
+    if (X.size(d) != 1 && X.stride(d) != expected) {
+      return false;
+    }
+    expected *= X.size(d);
+  }
+  return true;
+}
+
+bool prefers_channels_last(const at::Tensor& X) {
+  if (is_channels_last(X)) {
+    return true;
+  }
+  if (X.layout() != at::kStrided || X.is_contiguous()) {
+    return false;
+  }
+  const at::MemoryFormat format = X.suggest_memory_format();
+  return format == at::MemoryFormat::ChannelsLast ||
+      format == at::MemoryFormat::ChannelsLast3d;
+}
+
+c10::SmallVector<int64_t, 5> channels_last_strides(at::IntArrayRef sizes) {
+  const auto dim = static_cast<int64_t>(sizes.size());
+  c10::SmallVector<int64_t, 5> strides(dim);
+  int64_t stride = 1;
+  for (int64_t i = 0; i < dim; ++i) {
+    const int64_t d = channels_last_dim(i, dim);
+    strides[d] = stride;
+    stride *= sizes[d];
+  }
+  return strides;
+}
+
+at::Tensor to_channels_last(const at::Tensor& X) {
+  if (is_channels_last(X)) {
+    return X;
+  }
+  return at::empty_strided(
+             X.sizes(), channels_last_strides(X.sizes()), X.options())
+      .copy_(X);
+}
+
+Classified classify_forward(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group) {
+  const at::ScalarType param_type = defined(gamma) ? gamma->scalar_type()
+      : defined(beta)                              ? beta->scalar_type()
+                                                   : X.scalar_type();
+  Classified result = classify_common(X, param_type, N, C, HxW, group);
+  if (result.declined) {
+    return result;
+  }
+  for (const auto* parameter : {&gamma, &beta}) {
+    if (defined(*parameter) &&
+        ((*parameter)->dim() != 1 || !fits(**parameter, X, param_type, C))) {
+      result.declined = "weight or bias of another size, dtype or device";
+      return result;
+    }
+  }
+  result.problem.direction = Direction::kForward;
+  return result;
+}
+
+Classified classify_backward(
+    const at::Tensor& dY,
+    const at::Tensor& X,
+    const at::Tensor& mean,
+    const at::Tensor& rstd,
+    const std::optional<at::Tensor>& gamma,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group,
+    std::array<bool, 3> output_mask) {
+  const at::ScalarType param_type = mean.scalar_type();
+  Classified result = classify_common(X, param_type, N, C, HxW, group);
+  if (result.declined) {
+    return result;
+  }
+  if (dY.sizes() != X.sizes() ||
+      !fits(dY, X, X.scalar_type(), X.numel())) {
+    result.declined = "gradient of another size, dtype or device";
+    return result;
+  }
+  if (!fits(mean, X, param_type, N * group) ||
+      !fits(rstd, X, param_type, N * group)) {
+    result.declined = "statistics of another size, dtype or device";
+    return result;
+  }
+  if (defined(gamma) &&
+      (gamma->dim() != 1 || !fits(*gamma, X, param_type, C))) {
+    result.declined = "weight of another size, dtype or device";
+    return result;
+  }
+  Problem& problem = result.problem;
+  problem.direction = Direction::kBackward;
+  problem.alignment = std::min(problem.alignment, alignment_of(dY));
+  problem.want_dX = output_mask[0];
+  problem.want_dgamma = output_mask[1];
+  problem.want_dbeta = output_mask[2];
+  return result;
+}
+
+} // namespace gn_override::binding

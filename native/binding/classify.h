@@ -1,0 +1,56 @@
+// From the arguments of the native ops to a Problem, or to the reason why the
+// call is aten's. A call that is declined reaches aten untouched, so that aten
+// answers, or raises its own error.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <optional>
+
+#include "native/plan/problem.h"
+
+namespace gn_override::binding {
+
+struct Classified {
+  Problem problem;
+  const char* declined = nullptr; // static storage; null: the call is ours
+};
+
+// Dense in [N, HxW, C] order, for 3-D (strides (C*L, 1, C)), 4-D and 5-D
+// tensors, and not dense in NCHW order as well.
+bool is_channels_last(const at::Tensor& X);
+
+// is_channels_last(X), or X is worth a copy that makes it so: it is not dense,
+// and its strides are ordered channels-last (a slice of such a tensor).
+bool prefers_channels_last(const at::Tensor& X);
+
+// X itself if is_channels_last(X), else its dense channels-last copy.
+at::Tensor to_channels_last(const at::Tensor& X);
+
+// Strides of a dense channels-last tensor of these (3 to 5) sizes.
+c10::SmallVector<int64_t, 5> channels_last_strides(at::IntArrayRef sizes);
+
+Classified classify_forward(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group);
+
+Classified classify_backward(
+    const at::Tensor& dY,
+    const at::Tensor& X,
+    const at::Tensor& mean,
+    const at::Tensor& rstd,
+    const std::optional<at::Tensor>& gamma,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group,
+    std::array<bool, 3> output_mask);
+
+} // namespace gn_override::binding

@@ -1,0 +1,225 @@
+// torch.ops.gn_override.*: the switch, the counters and the planner's answers.
+// Registered through the dispatcher, so that no Python headers are needed and
+// one build serves every Python.
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <array>
+#include <string>
+#include <string_view>
+
+#include "native/binding/classify.h"
+#include "native/binding/devices.h"
+#include "native/binding/state.h"
+#include "native/cpu/cpu.h"
+#include "native/plan/plan.h"
+
+namespace gn_override::binding {
+
+namespace {
+
+// What explain_shape() answers for where there is no GPU.
+constexpr Device kH200{
+    .sm_count = 132,
+    .compute_capability = 90,
+    .shared_memory_per_block = 232448,
+    .l2_bytes = 62914560,
+};
+
+struct NamedDType {
+  std::string_view name;
+  DType dtype;
+};
+constexpr std::array kDTypes{
+    NamedDType{"float32", DType::kFloat},
+    NamedDType{"float64", DType::kDouble},
+    NamedDType{"float16", DType::kHalf},
+    NamedDType{"bfloat16", DType::kBFloat16},
+};
+
+DType parse_dtype(std::string_view name) {
+  for (const NamedDType& candidate : kDTypes) {
+    if (candidate.name == name) {
+      return candidate.dtype;
+    }
+  }
+  TORCH_CHECK_VALUE(
+      false,
+      "gn_override: dtype must be one of float32, float64, float16, bfloat16, "
+      "got ",
+      name);
+}
+
+// Prepends members to a JSON object; `members` ends with ", ".
+std::string with_members(const std::string& members, const std::string& object) {
+  return "{" + members + object.substr(1);
+}
+
+std::string explain_on(
+    const Problem& problem,
+    const Device& device,
+    const char* device_name) {
+  return with_members(
+      std::string("\"device\": \"") + device_name +
+          "\", \"declined_by_binding\": null, ",
+      explain(problem, device));
+}
+
+struct PlanningDevice {
+  Device device;
+  const char* name;
+};
+
+PlanningDevice planning_device(DeviceType type) {
+  if (type == DeviceType::kCPU) {
+    return {cpu_device(), "this CPU"};
+  }
+#if GN_OVERRIDE_WITH_CUDA
+  if (const Device* device = current_cuda_device()) {
+    return {*device, "the current GPU"};
+  }
+#endif
+  return {kH200, "an H200 (no GPU here)"};
+}
+
+bool set_enabled(bool on) {
+  return set_on(on);
+}
+
+bool is_enabled() {
+  return is_on();
+}
+
+c10::Dict<std::string, int64_t> counters_op() {
+  c10::Dict<std::string, int64_t> result;
+  for (const auto& [name, calls] : counters()) {
+    result.insert(name, calls);
+  }
+  return result;
+}
+
+std::string explain_tensor(
+    const at::Tensor& input,
+    const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias,
+    int64_t num_groups,
+    bool backward) {
+  TORCH_CHECK_VALUE(
+      input.dim() >= 2,
+      "gn_override: input must have at least 2 dimensions, got ",
+      input.dim());
+  const bool served_device = input.is_cpu() || input.is_cuda();
+  int64_t HxW = 1;
+  for (int64_t d = 2; d < input.dim(); ++d) {
+    HxW *= input.size(d);
+  }
+  const char* declined = "the device is neither a CPU nor a CUDA device";
+  if (served_device) {
+    Classified call = classify_forward(
+        input,
+        weight,
+        bias,
+        input.size(0),
+        input.size(1),
+        HxW,
+        num_groups);
+    if (call.declined == nullptr) {
+      call.problem.direction =
+          backward ? Direction::kBackward : Direction::kForward;
+      const c10::OptionalDeviceGuard guard(input.device());
+      const PlanningDevice planning = planning_device(call.problem.device);
+      return explain_on(call.problem, planning.device, planning.name);
+    }
+    declined = call.declined;
+  }
+  return std::string("{\"declined_by_binding\": \"") + declined + "\"}";
+}
+
+std::string explain_shape(
+    std::string_view device,
+    bool backward,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t num_groups,
+    std::string_view dtype,
+    std::string_view param_dtype,
+    bool channels_last,
+    int64_t alignment) {
+  TORCH_CHECK_VALUE(
+      device == "cpu" || device == "cuda",
+      "gn_override: device must be cpu or cuda, got ",
+      device);
+  TORCH_CHECK_VALUE(
+      N >= 0 && C > 0 && HxW > 0,
+      "gn_override: needs N >= 0, C > 0 and HxW > 0, got N=",
+      N,
+      " C=",
+      C,
+      " HxW=",
+      HxW);
+  TORCH_CHECK_VALUE(
+      num_groups > 0 && C % num_groups == 0,
+      "gn_override: num_groups must divide C=",
+      C,
+      ", got ",
+      num_groups);
+  TORCH_CHECK_VALUE(
+      alignment == 1 || alignment == 2 || alignment == 4 || alignment == 8 ||
+          alignment == 16,
+      "gn_override: alignment must be 1, 2, 4, 8 or 16 bytes, got ",
+      alignment);
+  Problem problem;
+  problem.device = device == "cuda" ? DeviceType::kCUDA : DeviceType::kCPU;
+  problem.direction = backward ? Direction::kBackward : Direction::kForward;
+  problem.dtype = parse_dtype(dtype);
+  problem.param_dtype = parse_dtype(param_dtype);
+  problem.N = N;
+  problem.C = C;
+  problem.HxW = HxW;
+  problem.G = num_groups;
+  problem.channels_last = channels_last && C > 1 && HxW > 1;
+  problem.alignment = static_cast<int>(
+      std::max<int64_t>(alignment, size_of(problem.dtype)));
+  const PlanningDevice planning = planning_device(problem.device);
+  return explain_on(problem, planning.device, planning.name);
+}
+
+std::string build_info() {
+  std::string result = "{\"compiler\": \"";
+#if defined(__clang__)
+  result += "clang " __clang_version__;
+#elif defined(__GNUC__)
+  result += "gcc " __VERSION__;
+#endif
+  result += "\", \"cpu_instruction_set\": \"";
+  result += cpu_instruction_set();
+  result += "\", \"backends\": [\"cpu\"";
+#if GN_OVERRIDE_WITH_CUDA
+  result += ", \"cuda\"";
+#endif
+  return result + "]}";
+}
+
+TORCH_LIBRARY(gn_override, m) {
+  m.def("set_enabled(bool on) -> bool", set_enabled);
+  m.def("is_enabled() -> bool", is_enabled);
+  m.def("counters() -> Dict(str, int)", counters_op);
+  m.def("reset_counters() -> ()", reset_counters);
+  m.def(
+      "explain(Tensor input, Tensor? weight, Tensor? bias, int num_groups, "
+      "bool backward) -> str",
+      explain_tensor);
+  m.def(
+      "explain_shape(str device, bool backward, int N, int C, int HxW, "
+      "int num_groups, str dtype, str param_dtype, bool channels_last, "
+      "int alignment) -> str",
+      explain_shape);
+  m.def("build_info() -> str", build_info);
+}
+
+} // namespace
+
+} // namespace gn_override::binding

@@ -1,0 +1,154 @@
+// aten's CUDA key.
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/native_group_norm_backward_cuda_dispatch.h>
+#include <ATen/ops/native_group_norm_cuda_dispatch.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <array>
+#include <mutex>
+
+#include "native/binding/devices.h"
+#include "native/binding/generated/kernels.h"
+#include "native/binding/override.h"
+#include "native/launch/launch.h"
+
+namespace gn_override::binding {
+
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+int attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+} // namespace
+
+const Device& cuda_device(int index) {
+  static std::array<std::once_flag, kMaxDevices> once;
+  static std::array<Device, kMaxDevices> devices;
+  TORCH_CHECK(
+      index >= 0 && index < kMaxDevices,
+      "gn_override: CUDA device index ",
+      index,
+      " is out of range");
+  std::call_once(once[index], [index] {
+    Device& device = devices[index];
+    device.sm_count = attribute(cudaDevAttrMultiProcessorCount, index);
+    device.compute_capability =
+        10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
+        attribute(cudaDevAttrComputeCapabilityMinor, index);
+    device.shared_memory_per_block =
+        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
+    device.l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
+  });
+  return devices[index];
+}
+
+const Device* current_cuda_device() {
+  return c10::cuda::device_count() > 0
+      ? &cuda_device(c10::cuda::current_device())
+      : nullptr;
+}
+
+namespace {
+
+struct CUDABackend {
+  static constexpr bool kCuda = true;
+
+  struct Guard {
+    explicit Guard(const at::Tensor& X) : guard(X.device()) {}
+    c10::cuda::CUDAGuard guard;
+  };
+
+  static const Device& device(const at::Tensor& X) {
+    return cuda_device(X.device().index());
+  }
+
+  static at::Tensor empty(
+      at::IntArrayRef sizes,
+      at::IntArrayRef strides,
+      at::ScalarType type,
+      const at::Tensor& X) {
+    return at::Tensor(
+        at::detail::empty_strided_cuda(sizes, strides, type, X.device()));
+  }
+
+  // Stock's CUDA kernels take eps in X's dtype.
+  static double eps(double eps, at::ScalarType type) {
+    switch (type) {
+      case at::kHalf:
+        return static_cast<float>(c10::Half(static_cast<float>(eps)));
+      case at::kBFloat16:
+        return static_cast<float>(c10::BFloat16(static_cast<float>(eps)));
+      case at::kFloat:
+        return static_cast<float>(eps);
+      default:
+        return eps;
+    }
+  }
+
+  static void run(
+      const Problem& problem,
+      const Plan& plan,
+      const ForwardArguments& arguments) {
+    C10_CUDA_CHECK(launch_forward(
+        problem, plan, arguments, c10::cuda::getCurrentCUDAStream().stream()));
+  }
+
+  static void run(
+      const Problem& problem,
+      const Plan& plan,
+      const BackwardArguments& arguments) {
+    C10_CUDA_CHECK(launch_backward(
+        problem, plan, arguments, c10::cuda::getCurrentCUDAStream().stream()));
+  }
+
+  template <typename... Arguments>
+  static Result stock_forward(const Arguments&... arguments) {
+    return at::cuda::native_group_norm(arguments...);
+  }
+
+  template <typename... Arguments>
+  static Result stock_backward(const Arguments&... arguments) {
+    return at::cuda::native_group_norm_backward(arguments...);
+  }
+};
+
+} // namespace
+
+Result native_group_norm_cuda(
+    const at::Tensor& X,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group,
+    double eps) {
+  return forward<CUDABackend>(X, gamma, beta, N, C, HxW, group, eps);
+}
+
+Result native_group_norm_backward_cuda(
+    const at::Tensor& dY,
+    const at::Tensor& X,
+    const at::Tensor& mean,
+    const at::Tensor& rstd,
+    const OptionalTensor& gamma,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group,
+    std::array<bool, 3> output_mask) {
+  return backward<CUDABackend>(
+      dY, X, mean, rstd, gamma, N, C, HxW, group, output_mask);
+}
+
+} // namespace gn_override::binding

@@ -1,0 +1,17 @@
+// The machine as the planner sees it.
+#pragma once
+
+#include "native/plan/problem.h"
+
+namespace gn_override::binding {
+
+Device cpu_device();
+
+#if GN_OVERRIDE_WITH_CUDA
+// Figures of a CUDA device, read once per device and process.
+const Device& cuda_device(int index);
+// The current device's, or null where there is no GPU or driver.
+const Device* current_cuda_device();
+#endif
+
+} // namespace gn_override::binding

@@ -1,0 +1,40 @@
+// The switch and the call counters: the only mutable global state.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+namespace gn_override::binding {
+
+// Whether calls may go to our kernels. One relaxed atomic read.
+bool is_on();
+// Returns the state before.
+bool set_on(bool on);
+
+enum class Op : uint8_t { kForward, kBackward };
+
+// Count a call that ran on our kernels by policy rule, or one that went to aten
+// by reason. Both texts must have static storage.
+void count_taken(Op op, bool cuda, const char* rule);
+void count_declined(Op op, bool cuda, const char* reason);
+// "native_group_norm cuda two_pass" or "native_group_norm cuda aten: <reason>"
+// -> calls since the last reset.
+std::map<std::string, int64_t> counters();
+void reset_counters();
+
+// Open while our autograd and composite kernels for torch 2.11 - 2.13 pass a
+// channels-last tensor down to the native ops, which stock refuses there on
+// CUDA. A call that is declined after all (the switch was flipped by another
+// thread, say) is then given NCHW tensors, as stock's own composite would.
+class RawLayoutScope {
+ public:
+  RawLayoutScope();
+  ~RawLayoutScope();
+  RawLayoutScope(const RawLayoutScope&) = delete;
+  RawLayoutScope& operator=(const RawLayoutScope&) = delete;
+
+  static bool is_open(); // on this thread
+};
+
+} // namespace gn_override::binding

@@ -1,0 +1,8 @@
+// Compiled with the flags that every file gets: SSE2 on x86-64.
+#include "native/cpu/kernels_impl.h"
+
+namespace gn_override::cpu {
+
+constinit const Kernels kBaselineKernels = make_kernels("baseline");
+
+} // namespace gn_override::cpu

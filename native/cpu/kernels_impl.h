@@ -1,0 +1,648 @@
+// The CPU kernels, compiled once per instruction set by the kernels_*.cpp
+// files. vector.h says why nothing here may leave this file's unnamed
+// namespace.
+//
+// Conventions:
+//   X, Y, dY, dX   rows of C elements; `width` = elements of a (folded) row
+//   A              accumulator type, V its vector, kLanes<T> elements of V
+//   loops over a row are over whole vectors, then once with kTail = true for
+//   the n < kLanes<T> elements that are left
+//   rows are taken R at a time, so that R loads and sums of a column are in
+//   flight and the arrays of accumulators are touched once for R rows
+//   sums over rows have one order, whatever the number of threads
+//
+// Statistics. Each channel has a running (mean, M2) that takes R rows at once:
+// with S1, S2 = the sums of x - mean and (x - mean)^2 over the new rows, and n
+// the rows then counted,
+//   mean' = mean + S1 / n        M2' = M2 + S2 - S1^2 / n.
+// The new rows are no more than the old ones, so S1^2 / n <= S2 / 2: there is
+// no cancellation, however large the mean. The first R rows use their own mean
+// for `mean`. Chunks are short (see policy_cpu.cpp), so that rounding of
+// the running mean does not add up; chunks and channels are merged in double.
+#pragma once
+
+#include "native/cpu/kernels.h"
+#include "native/cpu/vector.h"
+
+namespace gn_override {
+namespace {
+
+using cpu::Affine;
+using cpu::Chunk;
+using cpu::Gradient;
+using cpu::Sample;
+
+// Rows at a time: sums keep 8 chains busy; maps also hold the parameters.
+constexpr int kSumRows = 8;
+constexpr int kMapRows = 4;
+
+template <typename A>
+A* as(void* p) {
+  return static_cast<A*>(p);
+}
+template <typename A>
+const A* as(const void* p) {
+  return static_cast<const A*>(p);
+}
+
+// column(kTail, v, n) for each vector [v, v + n) of a row.
+template <int64_t kStep, typename Column>
+inline void for_columns(int64_t begin, int64_t end, Column column) {
+  int64_t v = begin;
+  for (; v + kStep <= end; v += kStep) {
+    column.template operator()<false>(v, kStep);
+  }
+  if (v < end) {
+    column.template operator()<true>(v, end - v);
+  }
+}
+
+// block<R>(row) for blocks of R = kMost rows, then for the rows left over in
+// smaller powers of two.
+template <int kMost, typename Block>
+inline void for_rows(int64_t begin, int64_t end, Block block) {
+  int64_t row = begin;
+  for (; row + kMost <= end; row += kMost) {
+    block.template operator()<kMost>(row);
+  }
+  if constexpr (kMost > 1) {
+    for_rows<kMost / 2>(row, end, block);
+  }
+}
+
+// --- statistics ------------------------------------------------------------
+
+template <int R, bool kFirst, typename T, typename A>
+inline void add_moments(
+    const T* X,
+    int64_t stride,
+    int64_t width,
+    int64_t rows_before,
+    A* mean,
+    A* M2) {
+  using V = Vector<A>;
+  const A inverse = A(1) / static_cast<A>(rows_before + R);
+  for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    V x[R];
+    for (int r = 0; r < R; ++r) {
+      x[r] = load<kTail>(X + r * stride + v, n);
+    }
+    V old_mean;
+    V sum2{};
+    if constexpr (kFirst) {
+      old_mean = x[0];
+      for (int r = 1; r < R; ++r) {
+        old_mean += x[r];
+      }
+      old_mean *= A(1) / R;
+    } else {
+      old_mean = load<kTail>(mean + v, n);
+      sum2 = load<kTail>(M2 + v, n);
+    }
+    V sum{};
+    for (int r = 0; r < R; ++r) {
+      const V deviation = x[r] - old_mean;
+      sum += deviation;
+      sum2 = fma(deviation, deviation, sum2);
+    }
+    const V step = sum * inverse;
+    store<kTail>(mean + v, n, old_mean + step);
+    store<kTail>(M2 + v, n, fma(-sum, step, sum2));
+  });
+}
+
+// rows >= 1 rows of `width` elements, one after the other.
+template <typename T, typename A>
+inline void row_moments(
+    const T* X,
+    int64_t rows,
+    int64_t width,
+    A* mean,
+    A* M2) {
+  for_rows<kSumRows>(0, rows, [&]<int R>(int64_t row) {
+    const T* block = X + row * width;
+    if (row == 0) {
+      add_moments<R, true>(block, width, width, row, mean, M2);
+    } else {
+      add_moments<R, false>(block, width, width, row, mean, M2);
+    }
+  });
+}
+
+// A sum with an infinity in it is infinite, as stock's is, but the deviations
+// from it are NaN: give the channels where that happened their plain mean.
+template <typename T, typename A>
+inline void repair_means(const T* X, int64_t rows, int64_t C, A* mean) {
+  using V = Vector<A>;
+  Mask<A> any{};
+  for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
+    const V m = load<kTail>(mean + v, n);
+    any |= m - m != V{};
+  });
+  bool found = false;
+  for (int64_t i = 0; i < kLanes<T>; ++i) {
+    found |= any[i] != 0;
+  }
+  if (!found) {
+    return;
+  }
+  for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
+    V sum{};
+    for (int64_t r = 0; r < rows; ++r) {
+      sum += load<kTail>(X + r * C + v, n);
+    }
+    const V m = load<kTail>(mean + v, n);
+    store<kTail>(
+        mean + v, n, m - m != V{} ? sum / static_cast<A>(rows) : m);
+  });
+}
+
+template <typename T>
+void moments(const void* X_, Chunk chunk, void* mean_, void* M2_) {
+  using A = Accumulator<T>;
+  using V = Vector<A>;
+  const T* X = as<T>(X_);
+  A* mean = as<A>(mean_);
+  A* M2 = as<A>(M2_);
+  const int64_t C = chunk.C;
+  const int64_t fold = chunk.fold;
+  const int64_t rows = chunk.rows / fold;
+  if (fold == 1 || rows == 0) {
+    row_moments(X, chunk.rows, C, mean, M2);
+    repair_means(X, chunk.rows, C, mean);
+    return;
+  }
+  A folded_mean[cpu::kMaxFoldedRow];
+  A folded_M2[cpu::kMaxFoldedRow];
+  const int64_t left = chunk.rows % fold;
+  row_moments(X, rows, fold * C, folded_mean, folded_M2);
+  add_moments<1, false>(
+      X + rows * fold * C, 0, left * C, rows, folded_mean, folded_M2);
+
+  const A inverse = A(1) / static_cast<A>(chunk.rows);
+  for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
+    // Relative to the first copy's mean, so that a large mean stays exact.
+    const V origin = load<kTail>(folded_mean + v, n);
+    V sum{};
+    for (int64_t j = 1; j < fold; ++j) {
+      const V m = load<kTail>(folded_mean + j * C + v, n);
+      sum += (m - origin) * static_cast<A>(rows + (j < left));
+    }
+    const V step = sum * inverse;
+    V sum2{};
+    for (int64_t j = 0; j < fold; ++j) {
+      const V m = load<kTail>(folded_mean + j * C + v, n);
+      const V deviation = (m - origin) - step;
+      sum2 += load<kTail>(folded_M2 + j * C + v, n);
+      sum2 += deviation * deviation * static_cast<A>(rows + (j < left));
+    }
+    store<kTail>(mean + v, n, origin + step);
+    store<kTail>(M2 + v, n, sum2);
+  });
+  repair_means(X, chunk.rows, C, mean);
+}
+
+// --- normalisation ---------------------------------------------------------
+
+template <int R, typename T, typename A>
+inline void normalise_rows(
+    const T* X,
+    T* Y,
+    int64_t stride,
+    int64_t width,
+    const A* center,
+    const A* scale,
+    const A* shift) {
+  using V = Vector<A>;
+  for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    const V m = load(center + v);
+    const V a = load(scale + v);
+    const V b = load(shift + v);
+    for (int r = 0; r < R; ++r) {
+      const V x = load<kTail>(X + r * stride + v, n);
+      store<kTail>(Y + r * stride + v, n, fma(x - m, a, b));
+    }
+  });
+}
+
+template <typename T>
+void normalise(
+    const void* X_,
+    void* Y_,
+    Chunk chunk,
+    const Affine& affine) {
+  using A = Accumulator<T>;
+  const T* X = as<T>(X_);
+  T* Y = as<T>(Y_);
+  const A* center = as<A>(affine.center);
+  const A* scale = as<A>(affine.scale);
+  const A* shift = as<A>(affine.shift);
+  const int64_t width = chunk.fold * chunk.C;
+  const int64_t rows = chunk.rows / chunk.fold;
+  for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
+    const int64_t at = row * width;
+    normalise_rows<R>(X + at, Y + at, width, width, center, scale, shift);
+  });
+  const int64_t at = rows * width;
+  normalise_rows<1>(
+      X + at, Y + at, 0, chunk.rows * chunk.C - at, center, scale, shift);
+}
+
+// --- sums of the backward pass ---------------------------------------------
+
+template <int R, bool kFirst, typename T, typename A>
+inline void add_gradient_sums(
+    const T* dY,
+    const T* X,
+    int64_t stride,
+    int64_t width,
+    const A* center,
+    A* dY_X,
+    A* dY_1) {
+  using V = Vector<A>;
+  for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    const V m = load(center + v);
+    V sum_X{};
+    V sum_1{};
+    for (int r = 0; r < R; ++r) {
+      const V dy = load<kTail>(dY + r * stride + v, n);
+      const V x = load<kTail>(X + r * stride + v, n);
+      sum_X = fma(dy, x - m, sum_X);
+      sum_1 += dy;
+    }
+    if constexpr (!kFirst) {
+      sum_X += load<kTail>(dY_X + v, n);
+      sum_1 += load<kTail>(dY_1 + v, n);
+    }
+    store<kTail>(dY_X + v, n, sum_X);
+    store<kTail>(dY_1 + v, n, sum_1);
+  });
+}
+
+template <typename T, typename A>
+inline void row_gradient_sums(
+    const T* dY,
+    const T* X,
+    int64_t rows,
+    int64_t width,
+    const A* center,
+    A* dY_X,
+    A* dY_1) {
+  for_rows<kSumRows>(0, rows, [&]<int R>(int64_t row) {
+    const int64_t at = row * width;
+    if (row == 0) {
+      add_gradient_sums<R, true>(
+          dY + at, X + at, width, width, center, dY_X, dY_1);
+    } else {
+      add_gradient_sums<R, false>(
+          dY + at, X + at, width, width, center, dY_X, dY_1);
+    }
+  });
+}
+
+template <typename T>
+void gradient_sums(
+    const void* dY_,
+    const void* X_,
+    Chunk chunk,
+    const void* center_,
+    void* dY_X_,
+    void* dY_1_) {
+  using A = Accumulator<T>;
+  using V = Vector<A>;
+  const T* dY = as<T>(dY_);
+  const T* X = as<T>(X_);
+  const A* center = as<A>(center_);
+  A* dY_X = as<A>(dY_X_);
+  A* dY_1 = as<A>(dY_1_);
+  const int64_t C = chunk.C;
+  const int64_t fold = chunk.fold;
+  const int64_t rows = chunk.rows / fold;
+  if (fold == 1 || rows == 0) {
+    row_gradient_sums(dY, X, chunk.rows, C, center, dY_X, dY_1);
+    return;
+  }
+  A folded_X[cpu::kMaxFoldedRow];
+  A folded_1[cpu::kMaxFoldedRow];
+  const int64_t width = fold * C;
+  row_gradient_sums(dY, X, rows, width, center, folded_X, folded_1);
+  const int64_t at = rows * width;
+  add_gradient_sums<1, false>(
+      dY + at,
+      X + at,
+      0,
+      chunk.rows * C - at,
+      center,
+      folded_X,
+      folded_1);
+  for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
+    V sum_X{};
+    V sum_1{};
+    for (int64_t j = 0; j < fold; ++j) {
+      sum_X += load<kTail>(folded_X + j * C + v, n);
+      sum_1 += load<kTail>(folded_1 + j * C + v, n);
+    }
+    store<kTail>(dY_X + v, n, sum_X);
+    store<kTail>(dY_1 + v, n, sum_1);
+  });
+}
+
+// --- gradient of X ---------------------------------------------------------
+
+template <int R, typename T, typename A>
+inline void input_gradient_rows(
+    const T* dY,
+    const T* X,
+    T* dX,
+    int64_t stride,
+    int64_t width,
+    const A* center,
+    const A* dY_scale,
+    const A* X_scale,
+    const A* shift) {
+  using V = Vector<A>;
+  for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    const V m = load(center + v);
+    const V a = load(dY_scale + v);
+    const V b = load(X_scale + v);
+    const V c = load(shift + v);
+    for (int r = 0; r < R; ++r) {
+      const V dy = load<kTail>(dY + r * stride + v, n);
+      const V x = load<kTail>(X + r * stride + v, n);
+      store<kTail>(dX + r * stride + v, n, fma(dy, a, fma(x - m, b, c)));
+    }
+  });
+}
+
+template <typename T>
+void input_gradient(
+    const void* dY_,
+    const void* X_,
+    void* dX_,
+    Chunk chunk,
+    const Gradient& gradient) {
+  using A = Accumulator<T>;
+  const T* dY = as<T>(dY_);
+  const T* X = as<T>(X_);
+  T* dX = as<T>(dX_);
+  const A* center = as<A>(gradient.center);
+  const A* dY_scale = as<A>(gradient.dY_scale);
+  const A* X_scale = as<A>(gradient.X_scale);
+  const A* shift = as<A>(gradient.shift);
+  const int64_t width = chunk.fold * chunk.C;
+  const int64_t rows = chunk.rows / chunk.fold;
+  const auto run = [&]<int R>(int64_t at, int64_t n) {
+    input_gradient_rows<R>(
+        dY + at, X + at, dX + at, width, n, center, dY_scale, X_scale, shift);
+  };
+  for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
+    run.template operator()<R>(row * width, width);
+  });
+  const int64_t at = rows * width;
+  run.template operator()<1>(at, chunk.rows * chunk.C - at);
+}
+
+// --- from the chunks to the groups of a sample -----------------------------
+//
+// Channels [begin, end) are those of the sample's range of groups. Other ranges
+// of the same sample run at the same time: stores do not go past `end`.
+
+constexpr int64_t kDoubleLanes = kLanes<double>;
+
+inline int64_t rows_of(const Sample& sample, int64_t chunk) {
+  return chunk + 1 < sample.chunks
+      ? sample.rows_per_chunk
+      : sample.HxW - chunk * sample.rows_per_chunk;
+}
+
+template <typename A>
+inline const A* partial(const Sample& sample, int64_t chunk, int which) {
+  return as<A>(sample.partials) + (2 * chunk + which) * sample.stride;
+}
+
+inline double sum(const double* values, int64_t count) {
+  DoubleVector lanes{};
+  int64_t i = 0;
+  for (; i + kDoubleLanes <= count; i += kDoubleLanes) {
+    lanes += load(values + i);
+  }
+  double total = 0;
+  for (; i < count; ++i) {
+    total += values[i];
+  }
+  if (count >= kDoubleLanes) {
+    for (int64_t lane = 0; lane < kDoubleLanes; ++lane) {
+      total += lanes[lane];
+    }
+  }
+  return total;
+}
+
+// The first of the fold copies of [begin, end) to the others.
+template <typename A>
+inline void
+copy_folds(A* array, int64_t begin, int64_t end, int64_t C, int64_t fold) {
+  for (int64_t j = 1; j < fold; ++j) {
+    for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+      store<kTail>(array + j * C + v, n, load<kTail>(array + v, n));
+    });
+  }
+}
+
+template <typename P>
+void finish_statistics(
+    const Sample& sample,
+    const void* gamma_,
+    const void* beta_,
+    double eps,
+    void* mean_,
+    void* rstd_,
+    const Affine& affine) {
+  using A = Accumulator<P>;
+  const P* gamma = as<P>(gamma_);
+  const P* beta = as<P>(beta_);
+  P* mean = as<P>(mean_);
+  P* rstd = as<P>(rstd_);
+  A* center = as<A>(affine.center);
+  A* scale = as<A>(affine.scale);
+  A* shift = as<A>(affine.shift);
+  double* sums = sample.scratch;
+  double* means = sample.scratch + sample.stride;
+  const int64_t D = sample.D;
+  const int64_t begin = sample.group_begin * D;
+  const int64_t end = sample.group_end * D;
+  const double count = static_cast<double>(D) * sample.HxW;
+
+  for_columns<kDoubleLanes>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+    DoubleVector total{};
+    for (int64_t k = 0; k < sample.chunks; ++k) {
+      total += load_double(partial<A>(sample, k, 0) + v) *
+          static_cast<double>(rows_of(sample, k));
+    }
+    store<kTail>(sums + v, n, total);
+  });
+  for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
+    const double m = sum(sums + g * D, D) / count;
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
+      means[c] = m;
+    }
+  }
+  for_columns<kDoubleLanes>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+    const DoubleVector m = load<kTail>(means + v, n);
+    DoubleVector total{};
+    for (int64_t k = 0; k < sample.chunks; ++k) {
+      const DoubleVector d = load_double(partial<A>(sample, k, 0) + v) - m;
+      total += load_double(partial<A>(sample, k, 1) + v);
+      total += d * d * static_cast<double>(rows_of(sample, k));
+    }
+    store<kTail>(sums + v, n, total);
+  });
+  for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
+    const double m = means[g * D];
+    const double r = 1 / __builtin_sqrt(sum(sums + g * D, D) / count + eps);
+    const A rounded = static_cast<A>(m);
+    const A rest = static_cast<A>(m - static_cast<double>(rounded));
+    store_one(mean + g, rounded);
+    store_one(rstd + g, static_cast<A>(r));
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
+      center[c] = rounded;
+      scale[c] = static_cast<A>(r);
+      shift[c] = rest;
+    }
+  }
+  for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+    using V = Vector<A>;
+    V a = load<kTail>(scale + v, n);
+    V b{};
+    if (gamma) {
+      a *= load<kTail>(gamma + v, n);
+    }
+    if (beta) {
+      b = load<kTail>(beta + v, n);
+    }
+    b = fma(-load<kTail>(shift + v, n), a, b);
+    store<kTail>(scale + v, n, a);
+    store<kTail>(shift + v, n, b);
+  });
+  copy_folds(center, begin, end, sample.C, sample.fold);
+  copy_folds(scale, begin, end, sample.C, sample.fold);
+  copy_folds(shift, begin, end, sample.C, sample.fold);
+}
+
+template <typename P>
+void expand_mean(const Sample& sample, const void* mean_, void* center_) {
+  using A = Accumulator<P>;
+  const P* mean = as<P>(mean_);
+  A* center = as<A>(center_);
+  const int64_t D = sample.D;
+  for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
+    const A m = load_one(mean + g);
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
+      center[c] = m;
+    }
+  }
+  copy_folds(
+      center,
+      sample.group_begin * D,
+      sample.group_end * D,
+      sample.C,
+      sample.fold);
+}
+
+// With M = D * HxW, r = rstd, xhat = (X - mean) * r and sums over the group,
+//   dX = r * (gamma dY - sum(gamma dY) / M - xhat * sum(gamma dY xhat) / M).
+template <typename P>
+void finish_sums(
+    const Sample& sample,
+    const void* gamma_,
+    const void* rstd_,
+    const Gradient& gradient) {
+  using A = Accumulator<P>;
+  const P* gamma = as<P>(gamma_);
+  const P* rstd = as<P>(rstd_);
+  A* dY_scale = as<A>(gradient.dY_scale);
+  A* X_scale = as<A>(gradient.X_scale);
+  A* shift = as<A>(gradient.shift);
+  double* dgamma = sample.scratch;
+  double* dbeta = sample.scratch + sample.stride;
+  const int64_t D = sample.D;
+  const int64_t begin = sample.group_begin * D;
+  const int64_t end = sample.group_end * D;
+  const double count = static_cast<double>(D) * sample.HxW;
+
+  for_columns<kDoubleLanes>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+    DoubleVector sum_X{};
+    DoubleVector sum_1{};
+    for (int64_t k = 0; k < sample.chunks; ++k) {
+      sum_X += load_double(partial<A>(sample, k, 0) + v);
+      sum_1 += load_double(partial<A>(sample, k, 1) + v);
+    }
+    store<kTail>(dgamma + v, n, sum_X);
+    store<kTail>(dbeta + v, n, sum_1);
+  });
+  for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+    store<kTail>(
+        dY_scale + v,
+        n,
+        gamma ? load<kTail>(gamma + v, n) : broadcast<Vector<A>>(A(1)));
+  });
+  for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
+    const double r = static_cast<double>(load_one(rstd + g));
+    double sum_X = 0;
+    double sum_1 = 0;
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
+      sum_X += static_cast<double>(dY_scale[c]) * dgamma[c];
+      sum_1 += static_cast<double>(dY_scale[c]) * dbeta[c];
+    }
+    const A a = static_cast<A>(r);
+    const A b = static_cast<A>(-r * r * r * sum_X / count);
+    const A c0 = static_cast<A>(-r * sum_1 / count);
+    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
+      dgamma[c] *= r;
+      dY_scale[c] *= a;
+      X_scale[c] = b;
+      shift[c] = c0;
+    }
+  }
+  copy_folds(dY_scale, begin, end, sample.C, sample.fold);
+  copy_folds(X_scale, begin, end, sample.C, sample.fold);
+  copy_folds(shift, begin, end, sample.C, sample.fold);
+}
+
+template <typename P>
+void store_totals(const double* totals, int64_t count, void* gradient) {
+  P* out = as<P>(gradient);
+  for (int64_t c = 0; c < count; ++c) {
+    store_one(out + c, static_cast<Accumulator<P>>(totals[c]));
+  }
+}
+
+// --- the table -------------------------------------------------------------
+
+template <typename T>
+constexpr cpu::ElementKernels element_kernels() {
+  return {moments<T>, normalise<T>, gradient_sums<T>, input_gradient<T>};
+}
+
+template <typename P>
+constexpr cpu::ParameterKernels parameter_kernels() {
+  return {
+      finish_statistics<P>, expand_mean<P>, finish_sums<P>, store_totals<P>};
+}
+
+// In the order of DType.
+constexpr cpu::Kernels make_kernels(const char* name) {
+  return {
+      name,
+      {element_kernels<float>(),
+       element_kernels<double>(),
+       element_kernels<Half>(),
+       element_kernels<BFloat16>()},
+      {parameter_kernels<float>(),
+       parameter_kernels<double>(),
+       parameter_kernels<Half>(),
+       parameter_kernels<BFloat16>()}};
+}
+
+} // namespace
+} // namespace gn_override

@@ -1,0 +1,88 @@
+// Sums over a power of two of neighbouring lanes, a warp or a block, and
+// compensated sums. The order of additions is fixed, so results repeat bit for
+// bit.
+#pragma once
+
+namespace gn_override {
+
+constexpr int kWarpSize = 32;
+
+// Every lane of each run of `lanes` (a power of two, at most 32) gets the sum.
+// All threads of the warp must call.
+template <typename Acc>
+__device__ __forceinline__ Acc sum_lanes(Acc value, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  return value;
+}
+
+// A sum that carries what its additions rounded off (two-sum: Knuth, The Art of
+// Computer Programming 2, 4.2.2), so that its error does not grow with their
+// number. Inf and NaN come out as a plain sum would have them.
+template <typename Acc>
+struct CompensatedSum {
+  Acc sum;
+  Acc lost;
+
+  // No constructor: arrays of it stand in shared memory.
+  static __device__ CompensatedSum zero() {
+    return {0, 0};
+  }
+
+  __device__ void add(Acc term) {
+    const Acc before = sum;
+    sum = before + term;
+    const Acc added = sum - before;
+    lost += (before - (sum - added)) + (term - added);
+  }
+
+  __device__ void add(const CompensatedSum& other) {
+    add(other.sum);
+    lost += other.lost;
+  }
+
+  __device__ Acc value() const {
+    return isfinite(lost) ? sum + lost : sum;
+  }
+};
+
+// The threads that share one sum: a warp, or the whole block.
+template <bool kBlock>
+struct Team {
+  static __device__ int rank() {
+    return kBlock ? threadIdx.x : threadIdx.x % kWarpSize;
+  }
+  static __device__ int size() {
+    return kBlock ? blockDim.x : kWarpSize;
+  }
+  // Teams of the grid, and which of them this is.
+  static __device__ int64_t index() {
+    return kBlock ? blockIdx.x
+                  : (static_cast<int64_t>(blockIdx.x) * blockDim.x +
+                     threadIdx.x) /
+            kWarpSize;
+  }
+
+  // Every thread of the team gets the sum. All threads of the block must call,
+  // and the block is whole warps.
+  template <typename Acc>
+  static __device__ Acc sum(Acc value) {
+    value = sum_lanes(value, kWarpSize);
+    if constexpr (kBlock) {
+      __shared__ Acc of_warp[kWarpSize];
+      __syncthreads(); // an earlier sum's readers are done
+      if (threadIdx.x % kWarpSize == 0) {
+        of_warp[threadIdx.x / kWarpSize] = value;
+      }
+      __syncthreads();
+      value = 0;
+      for (unsigned warp = 0; warp < blockDim.x / kWarpSize; ++warp) {
+        value += of_warp[warp];
+      }
+    }
+    return value;
+  }
+};
+
+} // namespace gn_override

@@ -1,0 +1,170 @@
+// Element types, vectors of up to 16 bytes, and their loads and stores.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace gn_override {
+
+// The type that sums are kept in.
+template <typename T>
+using Accumulator =
+    std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename T>
+__device__ __forceinline__ Accumulator<T> widen(T value) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half2float(value);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __bfloat162float(value);
+  } else {
+    return value;
+  }
+}
+
+// Rounds to nearest even.
+template <typename T>
+__device__ __forceinline__ T narrow(Accumulator<T> value) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return value;
+  }
+}
+
+// A pair of accumulators that travels through memory in one access.
+template <typename Acc>
+struct alignas(2 * sizeof(Acc)) Pair {
+  Acc first;
+  Acc second;
+};
+
+// gamma, beta, mean, rstd and their gradients have X's dtype or, where X is
+// half or bfloat16, may be float. They are touched once a thread, so a branch
+// is cheaper than twice the kernels.
+template <typename T>
+struct ParameterIn {
+  const void* data; // null: every element is `otherwise`
+  bool is_float;
+
+  __device__ Accumulator<T> at(int64_t i, Accumulator<T> otherwise) const {
+    if (data == nullptr) {
+      return otherwise;
+    }
+    if constexpr (sizeof(T) == 2) {
+      if (is_float) {
+        return static_cast<const float*>(data)[i];
+      }
+    }
+    return widen(static_cast<const T*>(data)[i]);
+  }
+};
+
+template <typename T>
+struct ParameterOut {
+  void* data; // null: not wanted
+  bool is_float;
+
+  __device__ void set(int64_t i, Accumulator<T> value) const {
+    if constexpr (sizeof(T) == 2) {
+      if (is_float) {
+        static_cast<float*>(data)[i] = value;
+        return;
+      }
+    }
+    static_cast<T*>(data)[i] = narrow<T>(value);
+  }
+};
+
+// kVector consecutive channels of one pixel.
+template <typename T, int kVector>
+struct alignas(sizeof(T) * kVector) Vector {
+  T channel[kVector];
+};
+
+template <int kBytes>
+struct Word;
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<4> {
+  using type = unsigned int;
+};
+template <>
+struct Word<2> {
+  using type = unsigned short;
+};
+
+// What a load or store says to the L2 cache: kKeep for what is read again by
+// the next kernel, kStream for what is not.
+enum class Reuse { kKeep, kStream };
+
+template <Reuse kReuse, typename T, int kVector>
+__device__ __forceinline__ Vector<T, kVector> load(const T* address) {
+  using W = typename Word<sizeof(T) * kVector>::type;
+  const W* word_address = reinterpret_cast<const W*>(address);
+  const W word = kReuse == Reuse::kStream ? __ldcs(word_address)
+                                          : __ldg(word_address);
+  Vector<T, kVector> result;
+  memcpy(&result, &word, sizeof(word));
+  return result;
+}
+
+// Results are never read by our own kernels: always a streaming store.
+template <typename T, int kVector>
+__device__ __forceinline__ void store(
+    T* address,
+    const Vector<T, kVector>& value) {
+  using W = typename Word<sizeof(T) * kVector>::type;
+  W word;
+  memcpy(&word, &value, sizeof(word));
+  __stcs(reinterpret_cast<W*>(address), word);
+}
+
+// Rounds kVector accumulators; pairs of halves take one instruction.
+template <typename T, int kVector>
+__device__ __forceinline__ Vector<T, kVector> narrow_all(
+    const Accumulator<T> (&value)[kVector]) {
+  Vector<T, kVector> result;
+  if constexpr (sizeof(T) == 2 && kVector % 2 == 0) {
+#pragma unroll
+    for (int j = 0; j < kVector; j += 2) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const __half2 pair = __floats2half2_rn(value[j], value[j + 1]);
+        memcpy(&result.channel[j], &pair, sizeof(pair));
+      } else {
+        const __nv_bfloat162 pair =
+            __floats2bfloat162_rn(value[j], value[j + 1]);
+        memcpy(&result.channel[j], &pair, sizeof(pair));
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      result.channel[j] = narrow<T>(value[j]);
+    }
+  }
+  return result;
+}
+
+__device__ __forceinline__ float reciprocal_sqrt(float value) {
+  return __frsqrt_rn(value);
+}
+
+__device__ __forceinline__ double reciprocal_sqrt(double value) {
+  return 1 / ::sqrt(value); // more accurate than rsqrt()
+}
+
+} // namespace gn_override

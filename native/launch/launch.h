@@ -1,0 +1,24 @@
+// Launchers: raw pointers in, cudaError_t out. They allocate nothing and ask
+// the driver for nothing: the Plan holds the geometry and the workspace's size.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "native/plan/arguments.h"
+#include "native/plan/plan.h"
+
+namespace gn_override {
+
+cudaError_t launch_forward(
+    const Problem& problem,
+    const Plan& plan,
+    const ForwardArguments& arguments,
+    cudaStream_t stream);
+
+cudaError_t launch_backward(
+    const Problem& problem,
+    const Plan& plan,
+    const BackwardArguments& arguments,
+    cudaStream_t stream);
+
+} // namespace gn_override

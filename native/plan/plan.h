@@ -1,0 +1,80 @@
+// The planner's answer: which kernels run a Problem, and in which geometry.
+//
+//   Problem + Device -> policy table (policy_cuda.cpp, policy_cpu.cpp)
+//                    -> first rule whose conditions all hold -> Plan
+//
+// The last rule of each table has no conditions and hands the call to aten.
+// Pure host C++: no torch, no CUDA, no global state.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "native/plan/problem.h"
+
+namespace gn_override {
+
+enum class Scheme : uint8_t {
+  kAten, // not ours: call the stock kernel
+  kTwoPass, // CUDA: statistics, then normalisation; X is read twice
+  kChannelsLastCPU, // CPU: see native/cpu
+};
+
+struct Plan {
+  Scheme scheme = Scheme::kAten;
+  const char* rule = "aten"; // the policy row that matched
+
+  // Tile of a CUDA block: `rows` pixels x `columns` vectors of `vector`
+  // channels; `column_tiles` of them span C, and each sample's pixels are cut
+  // into `splits` runs of `pixels_per_split`.
+  int vector = 1;
+  int columns = 1;
+  int rows = 1;
+  int column_tiles = 1;
+  int splits = 1;
+  int64_t pixels_per_split = 0;
+
+  // CPU, which cuts samples into `splits` runs of `pixels_per_split` too.
+  int fold = 1; // pixels that are read as one row
+  int slots = 0; // threads that work on a sample of their own; 0: none does
+  int64_t samples_per_batch = 1; // that all threads work on together
+
+  size_t workspace_bytes = 0;
+
+  bool operator==(const Plan&) const = default;
+};
+
+// One requirement of a rule; `text` completes "needs ...".
+struct Condition {
+  const char* text;
+  bool (*holds)(const Problem&, const Device&);
+};
+
+// A row of the policy table.
+struct Rule {
+  const char* name;
+  std::span<const Condition> conditions;
+  Plan (*plan)(const Problem&, const Device&);
+  const char* reason; // why shapes that match go here, with the measurement
+};
+
+// The policy table of a device type, in order of preference.
+std::span<const Rule> policy(DeviceType device);
+
+// The first matching rule's plan.
+Plan make_plan(const Problem& problem, const Device& device);
+
+// One line per field that matters, for people: "two_pass vector=8 ...".
+std::string to_string(const Problem& problem);
+std::string to_string(const Plan& plan);
+
+// The walk through the table as JSON:
+//   {"problem": "...", "rule": "...", "reason": "...", "plan": "...",
+//    "workspace_bytes": n, "minimum_bytes": n, "declined":
+//    [{"rule": "...", "failed": ["...", ...]}, ...]}
+// minimum_bytes is the least memory traffic of the call: each operand of the
+// size of X read or written once.
+std::string explain(const Problem& problem, const Device& device);
+
+} // namespace gn_override

@@ -1,0 +1,133 @@
+// Where a CPU shape goes. First match wins; the last row is aten.
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+#include "native/plan/policy.h"
+#include "native/plan/workspace_cpu.h"
+
+namespace gn_override {
+
+namespace {
+
+// What a thread has read for the sums should still be in its cache when it reads
+// it again for the output; level-2 caches of servers are 1 to 2 MB. Up to this
+// size, a sample's operands are left to one thread, which saves the barriers.
+constexpr int64_t kOwnBytes = 1 << 20;
+
+// The same for samples that all threads work on together, for each of them.
+constexpr int64_t kBatchBytesPerThread = 512 << 10;
+
+// Bytes of a chunk at most: several chunks a thread and batch, so that threads
+// are loaded evenly.
+constexpr int64_t kChunkBytes = 256 << 10;
+
+// Chunks of the whole call at least, where its rows suffice: more than there
+// are threads. A constant, since the chunks decide the order of the sums, and
+// results must not depend on the number of threads.
+constexpr int64_t kLeastChunks = 64;
+
+// Rows of a chunk. With fewer, the chunk's own sums (two arrays of a row's
+// length, merged in double) weigh as much as its rows; above the most, rounding
+// of the running sums in float, one a row block, begins to show.
+constexpr int64_t kLeastRows = 16;
+constexpr int64_t kMostRows = 512;
+
+// Where X is this large, the sums of the chunks take at most 1.6% of a sample.
+constexpr int64_t kLargeBytes = 64 << 20;
+constexpr int64_t kLeastRowBytesWhereLarge = 512;
+
+// A row of at least this many elements keeps enough independent sums going to
+// hide the latency of an addition.
+constexpr int64_t kFoldedRow = 128;
+
+// Rows longer than this are not folded to make them whole vectors: what is left
+// at their end is a small part.
+constexpr int64_t kLongRow = 256;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Pixels to a row: whole vectors (of 16 elements; the smaller ones divide it)
+// and enough of them, but at least eight rows to a sample.
+int64_t fold_of(const Problem& problem) {
+  if (problem.C > kLongRow) {
+    return 1;
+  }
+  const int64_t whole = 16 / std::gcd<int64_t>(problem.C, 16);
+  const int64_t enough = ceil_div(kFoldedRow, whole * problem.C);
+  return std::clamp<int64_t>(problem.HxW / 8, 1, whole * enough);
+}
+
+Plan plan_channels_last(const Problem& problem, const Device& device) {
+  Plan plan;
+  plan.scheme = Scheme::kChannelsLastCPU;
+  const int64_t fold = fold_of(problem);
+  plan.fold = static_cast<int>(fold);
+
+  const int64_t row_bytes = problem.C * size_of(problem.dtype);
+  const int64_t least = problem.bytes() > kLargeBytes
+      ? kLeastRowBytesWhereLarge / std::min<int64_t>(size_of(problem.dtype), 4)
+      : kLeastRows;
+  const int64_t most = std::max(
+      least, std::min(kChunkBytes / row_bytes, kMostRows * fold));
+  const int64_t wanted =
+      ceil_div(problem.HxW, ceil_div(kLeastChunks, problem.N));
+  const int64_t rows = std::clamp(wanted, least, most);
+  const int64_t splits = ceil_div(problem.HxW, rows);
+  plan.pixels_per_split =
+      ceil_div(ceil_div(problem.HxW, splits), fold) * fold;
+  plan.splits =
+      static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
+
+  const int64_t operands = problem.direction == Direction::kForward ? 1 : 2;
+  const int64_t sample_bytes = operands * problem.HxW * row_bytes;
+  plan.slots = problem.N >= device.threads && sample_bytes <= kOwnBytes
+      ? device.threads
+      : 0;
+  plan.samples_per_batch = std::clamp<int64_t>(
+      kBatchBytesPerThread * device.threads / sample_bytes, 1, problem.N);
+  plan.workspace_bytes =
+      static_cast<size_t>(CPUWorkspace(problem, plan).bytes);
+  return plan;
+}
+
+Plan plan_aten(const Problem&, const Device&) {
+  return Plan{};
+}
+
+constexpr std::array kChannelsLastConditions{
+    Condition{
+        "a dense channels-last X of more than one pixel and one channel",
+        [](const Problem& problem, const Device&) {
+          return problem.channels_last;
+        }},
+    Condition{
+        "at least one element",
+        [](const Problem& problem, const Device&) {
+          return problem.numel() > 0;
+        }},
+};
+
+const std::array kRules{
+    Rule{
+        "channels_last",
+        kChannelsLastConditions,
+        plan_channels_last,
+        "every channels-last shape: a thread takes whole samples where they fit "
+        "its cache; else all threads share one, cut into chunks"},
+    Rule{
+        "aten",
+        {},
+        plan_aten,
+        "stock kernels: NCHW-contiguous inputs are theirs"},
+};
+
+} // namespace
+
+std::span<const Rule> policy_cpu() {
+  return kRules;
+}
+
+} // namespace gn_override

@@ -1,0 +1,76 @@
+// The question that the planner answers: one group normalisation call, described
+// without torch and without CUDA.
+//
+// Conventions of everything under native/:
+//   N  samples      C  channels     HxW  pixels (product of all spatial sizes)
+//   G  groups       D = C / G       channels of a group
+//   X, Y, dY, dX    [N, HxW, C] in memory (channels-last, dense)
+//   mean, rstd      [N, G]          gamma, beta, dgamma, dbeta  [C]
+#pragma once
+
+#include <cstdint>
+
+namespace gn_override {
+
+enum class DType : uint8_t { kFloat, kDouble, kHalf, kBFloat16 };
+enum class DeviceType : uint8_t { kCPU, kCUDA };
+enum class Direction : uint8_t { kForward, kBackward };
+
+constexpr int64_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat:
+      return 4;
+    case DType::kDouble:
+      return 8;
+    case DType::kHalf:
+    case DType::kBFloat16:
+      return 2;
+  }
+  return 0;
+}
+
+struct Problem {
+  DeviceType device = DeviceType::kCUDA;
+  Direction direction = Direction::kForward;
+  DType dtype = DType::kFloat; // X, Y, dY, dX
+  DType param_dtype = DType::kFloat; // gamma, beta, mean, rstd, dgamma, dbeta
+  int64_t N = 0;
+  int64_t C = 0;
+  int64_t HxW = 0;
+  int64_t G = 0;
+  // X is dense in [N, HxW, C] order, and is not dense in [N, C, HxW] order as
+  // well: a tensor that is both (HxW == 1 or C == 1) counts as NCHW.
+  bool channels_last = true;
+  // Largest power of two, at most 16, that divides every base address of an
+  // [N, HxW, C] operand, in bytes.
+  int alignment = 16;
+  // Backward only: which gradients are asked for.
+  bool want_dX = true;
+  bool want_dgamma = true;
+  bool want_dbeta = true;
+
+  bool operator==(const Problem&) const = default;
+
+  constexpr int64_t D() const {
+    return C / G;
+  }
+  constexpr int64_t numel() const {
+    return N * C * HxW;
+  }
+  constexpr int64_t bytes() const {
+    return numel() * size_of(dtype);
+  }
+};
+
+// What the planner may know of the machine.
+struct Device {
+  int threads = 1; // CPU: threads of the pool
+  int sm_count = 0; // CUDA: multiprocessors
+  int compute_capability = 0; // CUDA: 10 * major + minor
+  int64_t shared_memory_per_block = 0; // CUDA: bytes, opt-in limit
+  int64_t l2_bytes = 0; // CUDA
+
+  bool operator==(const Device&) const = default;
+};
+
+} // namespace gn_override

@@ -1,0 +1,69 @@
+// Where the CPU kernels keep their partial results in Plan::workspace_bytes.
+// The policy reads the total, native/cpu the offsets.
+#pragma once
+
+#include <algorithm>
+
+#include "native/plan/plan.h"
+
+namespace gn_override {
+
+// Sizes and offsets in bytes, unless said otherwise. An accumulator is a double
+// for double X and a float for all others.
+struct CPUWorkspace {
+  // A batch of S samples has
+  //   partials   accumulators [S][splits][2][stride]
+  //   maps       accumulators [S][kMaps][folded_stride]
+  //   sums       double [S][2][stride]
+  struct Batch {
+    int64_t maps; // offset
+    int64_t sums; // offset
+    int64_t bytes;
+  };
+  // Forward: center, scale, shift. Backward: center, dY_scale, X_scale, shift.
+  static constexpr int64_t kMaps = 4;
+
+  // The gradients of gamma and beta are summed over runs of consecutive
+  // samples, then over the runs: the order is the same for any number of
+  // threads, and the sums of the runs stay small for any number of samples.
+  static constexpr int64_t kMostRuns = 64;
+
+  int64_t accumulator; // size of one
+  int64_t stride; // elements: C, and room for a vector at any of them
+  int64_t folded_stride; // elements: fold * C, likewise
+  int64_t samples_per_run;
+  int64_t runs; // 0 in a forward
+  Batch own; // one sample; there are plan.slots of it
+  Batch shared; // plan.samples_per_batch samples, after them
+  int64_t totals; // offset of double [runs][2][stride]
+  int64_t bytes;
+
+  CPUWorkspace(const Problem& problem, const Plan& plan)
+      : accumulator(problem.dtype == DType::kDouble ? 8 : 4),
+        stride(padded(problem.C)),
+        folded_stride(padded(problem.C * plan.fold)),
+        samples_per_run(
+            std::max<int64_t>(1, (problem.N + kMostRuns - 1) / kMostRuns)),
+        runs(
+            problem.direction == Direction::kForward
+                ? 0
+                : (problem.N + samples_per_run - 1) / samples_per_run),
+        own(batch(plan, 1)),
+        shared(batch(plan, plan.samples_per_batch)),
+        totals(plan.slots * own.bytes + shared.bytes),
+        bytes(totals + runs * 2 * stride * 8) {}
+
+ private:
+  static constexpr int64_t padded(int64_t elements) {
+    return (elements + 15) / 16 * 16 + 16;
+  }
+  Batch batch(const Plan& plan, int64_t samples) const {
+    Batch result;
+    result.maps = samples * plan.splits * 2 * stride * accumulator;
+    result.sums = result.maps + samples * kMaps * folded_stride * accumulator;
+    result.bytes = result.sums + samples * 2 * stride * 8;
+    return result;
+  }
+};
+
+} // namespace gn_override

@@ -1,0 +1,118 @@
+"""Fixtures of the whole suite: devices, threads, seeds, poisoned memory.
+
+Tests import their helpers flat (`from shapes import ...`): this directory is no package, so pytest
+puts it on sys.path, and `gn_override` comes from where it is installed, not from the checkout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+SEED = int(os.environ.get("GN_OVERRIDE_TEST_SEED", "0"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "cuda: runs on a GPU; skipped with the reason where there is none",
+        "large: needs tens of GiB of GPU memory; skipped where there is less",
+    ):
+        config.addinivalue_line("markers", line)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def why_no_cuda() -> str | None:
+    """Why CUDA tests cannot run here, or None."""
+    if not torch.backends.cuda.is_built():
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    import gn_override  # noqa: F401  (loads the library that build_info asks)
+
+    if "cuda" not in json.loads(torch.ops.gn_override.build_info())["backends"]:
+        return "the extension is built without CUDA"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    reason = why_no_cuda() if marked else None
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device in turn."""
+    return request.param
+
+
+def _seed_of(item: pytest.Item) -> int:
+    return (zlib.crc32(item.name.encode()) + SEED) % (1 << 32)
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """Random numbers that depend on the test's name alone, so that any test repeats by itself."""
+    torch.manual_seed(_seed_of(request.node))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        report.sections.append(
+            (
+                "seed",
+                f"torch.manual_seed({_seed_of(item)}); GN_OVERRIDE_TEST_SEED={SEED} "
+                f"{torch.get_num_threads()} threads, torch {torch.__version__}",
+            )
+        )
+
+
+@pytest.fixture(autouse=True)
+def _switched_on() -> Iterator[None]:
+    """Every test starts with the override on and counters at zero, and leaves it on."""
+    loaded = "gn_override" in sys.modules and hasattr(torch.ops.gn_override, "set_enabled")
+    if loaded:
+        sys.modules["gn_override"].enable()
+        torch.ops.gn_override.reset_counters()
+    yield
+    if loaded:
+        sys.modules["gn_override"].enable()
+
+
+@pytest.fixture
+def poison(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fresh memory holds NaN or garbage during the test, so that unwritten outputs show.
+
+    CPU: torch's allocator fills what it hands out with 0x7fedbeef, a NaN in float (its switch is a
+    variable of libc10). GPU: the caching allocator is left with free blocks that hold NaN.
+    """
+    libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    junk_fill = ctypes.c_bool.in_dll(libc10, "FLAGS_caffe2_cpu_allocator_do_junk_fill")
+    junk_fill.value = True
+    if request.node.get_closest_marker("cuda"):
+        poison_cuda_cache()
+    yield
+    junk_fill.value = False
+
+
+def poison_cuda_cache() -> None:
+    """Leave NaN in the free memory of the caching allocator: its large and its small pool."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    sizes = [min(8 << 30, free // 4)] + [1 << 20] * 64
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
+    del blocks

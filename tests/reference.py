@@ -1,0 +1,412 @@
+"""What group normalisation should give: an fp64 reference, stock's own answer, and the bound.
+
+Names follow ATen: X [N, C, *spatial], groups G, D = C / G, gamma, beta [C], mean, rstd [N, G].
+
+The bound, stated once for every test: for each result tensor, the largest error against the
+reference is at most that of stock aten on the same values plus one unit in the last place (ulp)
+of the tensor's dtype at the tensor's largest magnitude.
+
+Why one ulp. A result is a value computed in the accumulation type, then rounded to its dtype.
+The last rounding alone is an error of up to half an ulp; two correct computations that differ in
+the order of their sums can land on opposite sides of the true value and so differ by up to one
+ulp, and by no more where the accumulation type is wider than the dtype. Where it is not (float,
+double) the further roundings, of a = rstd * gamma and b = beta - a * mean and of the sums, occur
+in stock's computation too and are in its measured error. Gradients of gamma and beta are sums
+over N * HxW products: their rounding errors scale with the size of the sums, and so does the ulp,
+since it is taken at the largest magnitude of the tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from shapes import Case
+from torch import Tensor
+
+Mask = tuple[bool, bool, bool]
+ALL: Mask = (True, True, True)
+MASKS: tuple[Mask, ...] = tuple(
+    (bool(i & 4), bool(i & 2), bool(i & 1))
+    for i in range(8)  # (dX, dgamma, dbeta)
+)
+EPS = 1e-5
+
+FORWARD = "native_group_norm"
+BACKWARD = "native_group_norm_backward"
+
+
+@dataclass
+class Inputs:
+    """The operands of one call; gamma and beta may be None."""
+
+    X: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    dY: Tensor
+    groups: int
+    eps: float = EPS
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """N, C, HxW, G as the native ops take them."""
+        shape = self.X.shape
+        return shape[0], shape[1], math.prod(shape[2:]), self.groups
+
+
+@dataclass
+class Results:
+    """What forward and backward return: tensors of one call, or the reference's arrays."""
+
+    Y: Any
+    mean: Any
+    rstd: Any
+    dX: Any = None
+    dgamma: Any = None
+    dbeta: Any = None
+
+
+# --- layouts ---------------------------------------------------------------------------------
+
+# Served by our kernels without a copy of X, served with one or by aten, and for dY alone.
+CHANNELS_LAST_LAYOUTS = ("channels_last", "unaligned")
+LAYOUTS = (*CHANNELS_LAST_LAYOUTS, "nchw", "sliced", "permuted")
+GRAD_LAYOUTS = (*LAYOUTS, "expanded", "expanded_pixels")
+
+
+def lay_out(tensor: Tensor, layout: str) -> Tensor:
+    """The values of `tensor` [N, C, *spatial] in a memory layout; any rank from 2 up.
+
+    channels_last    dense in the order N, spatial, C: strides (C*L, 1, C) for [N, C, L]
+    unaligned        the same, its first element off every vector's alignment
+    nchw             dense in the order N, C, spatial
+    sliced           channels-last with gaps: a slice of a tensor with more channels
+    permuted         dense in the order C, spatial, N
+    expanded         one value everywhere, strides 0 (what `.sum()` hands to a backward)
+    expanded_pixels  one value an image and channel, stride 0 over the pixels
+    """
+    last = tensor.movedim(1, -1)
+    if layout == "channels_last":
+        return last.contiguous().movedim(-1, 1)
+    if layout == "unaligned":
+        storage = tensor.new_empty(tensor.numel() + 1)
+        storage[1:].view(last.shape).copy_(last)
+        return storage[1:].view(last.shape).movedim(-1, 1)
+    if layout == "nchw":
+        return tensor.contiguous()
+    if layout == "sliced":
+        storage = tensor.new_full((*last.shape[:-1], last.shape[-1] + 3), math.nan)
+        storage[..., 1:-2].copy_(last)
+        return storage[..., 1:-2].movedim(-1, 1)
+    if layout == "permuted":
+        return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
+    if layout == "expanded":
+        return tensor.reshape(-1)[:1].reshape([1] * tensor.dim()).expand(tensor.shape)
+    if layout == "expanded_pixels":
+        one = tensor.flatten(2)[..., :1] if tensor.dim() > 2 else tensor
+        return one.reshape(*tensor.shape[:2], *[1] * (tensor.dim() - 2)).expand(tensor.shape)
+    raise ValueError(f"unknown layout {layout!r}; one of {GRAD_LAYOUTS}")
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Dense in the order N, spatial, C and not in the order N, C, spatial: what we serve."""
+    return tensor.dim() > 2 and not tensor.is_contiguous() and tensor.movedim(1, -1).is_contiguous()
+
+
+def make_inputs(
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    param_dtype: torch.dtype | None = None,
+    *,
+    affine: str = "both",
+    layout: str = "channels_last",
+    dY_layout: str | None = None,
+    eps: float = EPS,
+) -> Inputs:
+    """Random operands of a case; affine is "both", "none", "weight" or "bias"."""
+
+    def normal(*size: int) -> Tensor:
+        # Drawn on the CPU where that is cheap, so that every device sees the same values.
+        where = "cpu" if case.fits_cpu else device
+        kind = dtype if where != "cpu" else torch.float32
+        return torch.randn(size, dtype=kind, device=where)
+
+    X = (normal(*case.shape).mul_(2).add_(0.5)).to(device, dtype)
+    dY = normal(*case.shape).to(device, dtype)
+    params = [normal(case.C).to(device, param_dtype or dtype) for _ in range(2)]
+    return Inputs(
+        X=lay_out(X, layout),
+        gamma=params[0] if affine in ("both", "weight") else None,
+        beta=params[1] if affine in ("both", "bias") else None,
+        dY=lay_out(dY, dY_layout or layout),
+        groups=case.groups,
+        eps=eps,
+    )
+
+
+# --- three ways to compute the same call -----------------------------------------------------
+
+
+def native(inputs: Inputs, mask: Mask = ALL) -> Results:
+    """Both aten native ops, called directly, by whoever owns them now."""
+    i = inputs
+    Y, mean, rstd = torch.ops.aten.native_group_norm(i.X, i.gamma, i.beta, *i.sizes, i.eps)
+    grads = torch.ops.aten.native_group_norm_backward(
+        i.dY, i.X, mean, rstd, i.gamma, *i.sizes, list(mask)
+    )
+    return Results(Y, mean, rstd, *grads)
+
+
+def composite(inputs: Inputs) -> Results:
+    """F.group_norm and autograd, as a program calls them; mean and rstd do not show."""
+    i = inputs
+    X = i.X.detach().requires_grad_()
+    gamma = None if i.gamma is None else i.gamma.detach().requires_grad_()
+    beta = None if i.beta is None else i.beta.detach().requires_grad_()
+    Y = torch.nn.functional.group_norm(X, i.groups, gamma, beta, i.eps)
+    Y.backward(i.dY)
+    return Results(
+        Y.detach(),
+        None,
+        None,
+        X.grad,
+        None if gamma is None else gamma.grad,
+        None if beta is None else beta.grad,
+    )
+
+
+@contextlib.contextmanager
+def override_off() -> Iterator[None]:
+    """Stock kernels inside, whether or not gn_override is loaded."""
+    if not hasattr(torch.ops.gn_override, "set_enabled"):
+        yield
+        return
+    before = torch.ops.gn_override.set_enabled(False)
+    try:
+        yield
+    finally:
+        torch.ops.gn_override.set_enabled(before)
+
+
+def _stock_format(X: Tensor) -> torch.memory_format:
+    """X's own layout where stock has kernels for it: on CPU, and from 2.15 on CUDA."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if X.is_cpu or version >= (2, 15):
+        return torch._prims_common.suggest_memory_format(X)
+    return torch.contiguous_format
+
+
+def is_mixed(inputs: Inputs) -> bool:
+    """X in half precision with float parameters: mean and rstd are float, and so are the
+    parameters' gradients if there is a gamma.
+    """
+    param = inputs.gamma if inputs.gamma is not None else inputs.beta
+    return param is not None and param.dtype != inputs.X.dtype
+
+
+def stock(inputs: Inputs, mask: Mask = ALL) -> Results:
+    """Stock aten on the same values, in the same layout where it has kernels for it.
+
+    X and dY get one layout, since the backward of 2.11 - 2.13 is wrong where they differ. Stock
+    CUDA refuses half X with float parameters: there it computes in float, rounded at the end.
+    All gradients are computed, then dropped by the mask, and a missing gamma is ones: stock's CPU
+    backward reads a null pointer for some masks of half types, and refuses dgamma without gamma.
+    """
+    i = inputs
+    form = _stock_format(i.X)
+    as_float = is_mixed(i) and not i.X.is_cpu
+    gamma = i.gamma
+    if gamma is None:
+        gamma = (i.X if i.beta is None else i.beta).new_ones(i.X.shape[1])
+    X, dY = (t.float() if as_float else t for t in (i.X, i.dY))
+    same = Inputs(
+        X.contiguous(memory_format=form),
+        gamma,
+        i.beta,
+        dY.contiguous(memory_format=form),
+        i.groups,
+        i.eps,
+    )
+    with override_off():
+        results = native(same)
+    if as_float:
+        results.Y = results.Y.to(i.X.dtype)
+        results.dX = results.dX.to(i.X.dtype)
+    if i.gamma is None:
+        results.dgamma = results.dgamma.to(i.X.dtype)
+        results.dbeta = results.dbeta.to(i.X.dtype)
+    for name, wanted in zip(("dX", "dgamma", "dbeta"), mask, strict=True):
+        if not wanted:
+            setattr(results, name, None)
+    return results
+
+
+def exact(inputs: Inputs, mask: Mask = ALL) -> Results:
+    """The reference, in fp64 (in x86's 80-bit long double for double inputs), by the formulas
+
+        mean = E[X]          rstd = 1 / sqrt(E[(X - mean)^2] + eps)      over (n, g)
+        xhat = (X - mean) * rstd                Y = gamma * xhat + beta
+        dbeta  = sum dY                         dgamma = sum dY * xhat   over n and the pixels
+        dX = rstd * (gamma dY - E[gamma dY] - xhat * E[gamma dY * xhat])
+
+    of Wu and He, "Group Normalization" (2018), equations 1 - 6, and their derivatives.
+    """
+    i = inputs
+    N, C, HxW, G = i.sizes
+    if i.X.dtype == torch.float64:
+
+        def wide(t: Tensor) -> Any:
+            return t.detach().cpu().numpy().astype(np.longdouble)
+    else:
+
+        def wide(t: Tensor) -> Any:
+            return t.detach().double()
+
+    def parameter(t: Tensor | None) -> Any:
+        return None if t is None else wide(t).reshape(1, G, C // G, 1)
+
+    group, pixels = (2, 3), (0, 3)
+    gamma, beta = parameter(i.gamma), parameter(i.beta)
+    X = wide(i.X).reshape(N, G, C // G, HxW)
+    mean = X.mean(axis=group, keepdims=True)
+    xhat = X - mean
+    del X
+    rstd = ((xhat * xhat).mean(axis=group, keepdims=True) + i.eps) ** -0.5
+    xhat *= rstd
+    Y = xhat if gamma is None else xhat * gamma
+    Y = Y if beta is None else Y + beta
+    results = Results(Y.reshape(i.X.shape), mean.reshape(N, G), rstd.reshape(N, G))
+    if any(mask):
+        dY = wide(i.dY).reshape(N, G, C // G, HxW)
+        results.dbeta = dY.sum(axis=pixels).reshape(C) if mask[2] else None
+        results.dgamma = (dY * xhat).sum(axis=pixels).reshape(C) if mask[1] else None
+        if mask[0]:
+            dY = dY if gamma is None else dY * gamma
+            slope = (dY * xhat).mean(axis=group, keepdims=True)
+            dX = (dY - dY.mean(axis=group, keepdims=True) - xhat * slope) * rstd
+            results.dX = dX.reshape(i.X.shape)
+    return results
+
+
+# --- the bound -------------------------------------------------------------------------------
+
+
+def ulp(magnitude: float, dtype: torch.dtype) -> float:
+    """One unit in the last place of dtype at a magnitude (of its least normal number at zero)."""
+    info = torch.finfo(dtype)
+    _, exponent = math.frexp(max(magnitude, info.tiny))
+    return math.ldexp(info.eps, exponent - 1)
+
+
+def _largest(values: Any) -> float:
+    """Largest magnitude of what is a number; 0 of nothing."""
+    values = values[values == values]
+    return float(abs(values).max()) if math.prod(values.shape) else 0.0
+
+
+def max_error(actual: Tensor, reference: Any) -> float:
+    """Largest absolute difference where the reference is a number; NaN if actual has one there.
+
+    Where the reference is NaN (a negative eps under the root), infinite if actual is not.
+    """
+    if isinstance(reference, np.ndarray):
+        wide: Any = actual.detach().cpu().numpy().astype(np.longdouble)
+    else:
+        wide = actual.detach().double()
+    number = reference == reference
+    if (wide[~number] == wide[~number]).any():
+        return math.inf
+    difference = abs(wide[number] - reference[number])
+    return float(difference.max()) if math.prod(difference.shape) else 0.0
+
+
+def bound(theirs: Tensor, reference: Any) -> float:
+    """What the module's docstring says: stock's own error plus one ulp."""
+    return max_error(theirs, reference) + ulp(_largest(reference), theirs.dtype)
+
+
+def assert_close(actual: Tensor, theirs: Tensor, reference: Any, what: str = "result") -> None:
+    """Fail unless `actual` is as near to the reference as the bound asks, in shape and dtype too.
+
+    actual, theirs   our tensor and stock's, of equal shape and dtype
+    reference        the exact values: float64 tensor or longdouble array of the same shape
+    """
+    assert actual.shape == theirs.shape, f"{what}: shape {actual.shape}, stock {theirs.shape}"
+    assert actual.dtype == theirs.dtype, f"{what}: dtype {actual.dtype}, stock {theirs.dtype}"
+    limit = bound(theirs, reference)
+    error = max_error(actual, reference)
+    # `not <=` so that a NaN fails.
+    if not error <= limit:
+        raise AssertionError(
+            f"{what}: error {error:.3e} against fp64 exceeds {limit:.3e}, that is stock's own "
+            f"{max_error(theirs, reference):.3e} plus one ulp of {theirs.dtype} at "
+            f"{_largest(reference):.3e}"
+        )
+
+
+def assert_parity(
+    ours: Results,
+    inputs: Inputs,
+    mask: Mask = ALL,
+    only: Sequence[str] | None = None,
+    theirs: Results | None = None,
+) -> None:
+    """Every result of `ours` meets the bound; results that the mask leaves out are undefined.
+
+    `only` names the results to look at; results that stock or ours does not have must be missing
+    in both.
+    """
+    theirs = theirs or stock(inputs, mask)
+    reference = exact(inputs, mask)
+    for field in fields(Results):
+        name = field.name
+        if only is not None and name not in only:
+            continue
+        actual, aten = getattr(ours, name), getattr(theirs, name)
+        assert (actual is None) == (aten is None), f"{name}: ours {actual}, stock {aten}"
+        if actual is not None:
+            assert_close(actual, aten, getattr(reference, name), name)
+
+
+def assert_layout_follows(X: Tensor, *outputs: Tensor | None) -> None:
+    """Outputs of X's shape have X's own strides; X is dense."""
+    for output in outputs:
+        if output is not None:
+            assert output.shape == X.shape
+            assert output.stride() == X.stride(), f"strides {output.stride()}, X's {X.stride()}"
+
+
+# --- who computed it -------------------------------------------------------------------------
+
+
+def calls(op: str, device: str) -> tuple[int, int]:
+    """Calls of a native op since the last reset: (taken by our kernels, handed to aten)."""
+    ours = stocks = 0
+    for key, count in torch.ops.gn_override.counters().items():
+        name, where, rule = key.split(" ", 2)
+        if name == op and where == device:
+            if rule == "aten" or rule.startswith("aten:"):
+                stocks += count
+            else:
+                ours += count
+    return ours, stocks
+
+
+@contextlib.contextmanager
+def expect_calls(device: str, forward: bool | None, backward: bool | None) -> Iterator[None]:
+    """Inside, exactly one call of each op: on our kernels (True), on aten (False), or no call."""
+    torch.ops.gn_override.reset_counters()
+    yield
+    want = {True: (1, 0), False: (0, 1), None: (0, 0)}
+    for op, ours in ((FORWARD, forward), (BACKWARD, backward)):
+        got = calls(op, device)
+        assert got == want[ours], (
+            f"{op} on {device}: (ours, aten) calls {got}, expected {want[ours]}; "
+            f"counters {dict(torch.ops.gn_override.counters())}"
+        )

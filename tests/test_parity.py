@@ -1,0 +1,314 @@
+"""Parity with aten: every result of forward and backward against the fp64 reference.
+
+Our error may exceed stock's own by one unit in the last place (reference.py says why). Each test
+asserts by the counters which kernels really ran.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from reference import (
+    ALL,
+    EPS,
+    GRAD_LAYOUTS,
+    LAYOUTS,
+    MASKS,
+    Inputs,
+    Results,
+    assert_close,
+    assert_layout_follows,
+    assert_parity,
+    composite,
+    exact,
+    expect_calls,
+    is_channels_last,
+    make_inputs,
+    native,
+    override_off,
+    stock,
+)
+from shapes import CPU_CASES, EDGE_CASES, KERNEL_CASES, MODEL_CASES, Case, cpu_subset
+
+import gn_override
+
+# (dtype of X, dtype of the parameters): what stock CPU takes, and what we serve on a GPU.
+DTYPES = {
+    "float": (torch.float32, None),
+    "double": (torch.float64, None),
+    "half": (torch.float16, None),
+    "bfloat16": (torch.bfloat16, None),
+    "half-float": (torch.float16, torch.float32),
+    "bfloat16-float": (torch.bfloat16, torch.float32),
+}
+
+all_dtypes = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+by_id = {"ids": lambda value: value.name if isinstance(value, Case) else None}
+RESULTS = ("Y", "mean", "rstd", "dX", "dgamma", "dbeta")
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def by_name(name: str) -> Case:
+    return next(case for case in EDGE_CASES if case.name == name)
+
+
+# Three shapes for the products of options: vectors fit, vectors do not fit, a volume.
+FEW = ("tiles_deep", "c30", "volume")
+few_cases = pytest.mark.parametrize("case", [by_name(name) for name in FEW], **by_id)
+
+
+def run_ours(inputs: Inputs, mask=ALL) -> Results:
+    """The native ops; both must run on our kernels where X is channels-last and not empty."""
+    ours = is_channels_last(inputs.X)
+    backward = ours if any(mask) else None
+    device = inputs.X.device.type
+    with expect_calls(device, forward=ours, backward=backward):
+        if any(mask):
+            return native(inputs, mask)
+        i = inputs
+        return Results(*torch.ops.aten.native_group_norm(i.X, i.gamma, i.beta, *i.sizes, i.eps))
+
+
+@pytest.mark.parametrize("case", EDGE_CASES, **by_id)
+@all_dtypes
+def test_edge_shapes(device, case, dtypes):
+    inputs = make_inputs(case, device, *dtypes)
+    assert is_channels_last(inputs.X) == (not case.one_layout)
+    ours = run_ours(inputs)
+    assert_parity(ours, inputs)
+    if not case.one_layout:
+        assert_layout_follows(inputs.X, ours.Y, ours.dX)
+
+
+@pytest.mark.parametrize("case", cpu_subset(MODEL_CASES), **by_id)
+def test_model_shapes(device, case):
+    inputs = make_inputs(case, device, getattr(torch, case.dtype))
+    ours = run_ours(inputs)
+    assert_parity(ours, inputs)
+    assert_layout_follows(inputs.X, ours.Y, ours.dX)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.id)
+def test_cpu_benchmark_shapes(case):
+    inputs = make_inputs(case, "cpu", getattr(torch, case.dtype))
+    assert_parity(run_ours(inputs), inputs)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "case",
+    KERNEL_CASES + tuple(case for case in MODEL_CASES if not case.fits_cpu),
+    ids=lambda case: case.id,
+)
+def test_gpu_benchmark_and_model_shapes(case):
+    inputs = make_inputs(case, "cuda", getattr(torch, case.dtype))
+    ours = run_ours(inputs)
+    assert_parity(ours, inputs)
+    assert_layout_follows(inputs.X, ours.Y, ours.dX)
+
+
+@few_cases
+@all_dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_input(device, case, dtypes, layout):
+    """Through F.group_norm, as stock's native ops refuse some of these: no layout is an error."""
+    if layout != "channels_last" and dtypes[1] is not None and device == "cuda":
+        pytest.skip("stock refuses half input with float parameters, and has these layouts")
+    inputs = make_inputs(case, device, *dtypes, layout=layout)
+    # Gaps or another order: by our kernels after one copy, or by aten; the values agree.
+    known = is_channels_last(inputs.X) or inputs.X.is_contiguous()
+    ours = composite(inputs)
+    if known:
+        ran = is_channels_last(inputs.X)
+        with expect_calls(device, forward=ran, backward=ran):
+            ours = composite(inputs)
+        assert_layout_follows(inputs.X, ours.Y, ours.dX)
+    assert_parity(ours, inputs, only=("Y", "dX", "dgamma", "dbeta"))
+
+
+@few_cases
+@all_dtypes
+@pytest.mark.parametrize("dY_layout", GRAD_LAYOUTS)
+def test_layouts_of_gradient(device, case, dtypes, dY_layout):
+    """dX follows X whatever dY's layout is, expanded (stride 0) ones included."""
+    inputs = make_inputs(case, device, *dtypes, dY_layout=dY_layout)
+    ours = run_ours(inputs)
+    assert_parity(ours, inputs)
+    assert_layout_follows(inputs.X, ours.Y, ours.dX)
+
+
+@few_cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float", "bfloat16"])
+@pytest.mark.parametrize("dY_layout", GRAD_LAYOUTS)
+def test_layouts_of_gradient_for_contiguous_input(device, case, dtype, dY_layout):
+    """The converse: an NCHW input goes to aten, and its gradient is right for any dY."""
+    inputs = make_inputs(case, device, dtype, layout="nchw", dY_layout=dY_layout)
+    with expect_calls(device, forward=False, backward=False):
+        ours = composite(inputs)
+    assert_parity(ours, inputs, only=("Y", "dX", "dgamma", "dbeta"))
+
+
+@few_cases
+@all_dtypes
+@pytest.mark.parametrize("affine", ["none", "weight", "bias"])
+def test_without_weight_or_bias(device, case, dtypes, affine):
+    """dgamma and dbeta are honoured where asked for, even without weight."""
+    inputs = make_inputs(case, device, *dtypes, affine=affine)
+    ours = run_ours(inputs)
+    assert_parity(ours, inputs)
+
+
+@few_cases
+@pytest.mark.parametrize("dtypes", [DTYPES["float"], DTYPES["bfloat16-float"]], ids=["f32", "mix"])
+@pytest.mark.parametrize("affine", ["both", "none"])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: "".join("01"[bit] for bit in m))
+def test_output_masks(device, case, dtypes, affine, mask):
+    """Gradients that are not asked for are undefined, the others are as without the mask."""
+    inputs = make_inputs(case, device, *dtypes, affine=affine)
+    ours = run_ours(inputs, mask)
+    assert [g is not None for g in (ours.dX, ours.dgamma, ours.dbeta)] == list(mask)
+    if any(mask):
+        assert_parity(ours, inputs, mask)
+        whole = native(inputs)
+        for name in ("dX", "dgamma", "dbeta"):
+            if getattr(ours, name) is not None:
+                assert torch.equal(getattr(ours, name), getattr(whole, name)), name
+
+
+def test_no_gradient_asked_for(device):
+    """A mask of three False returns three undefined tensors, without reading an operand."""
+    i = make_inputs(by_name("d3"), device, torch.float32)
+    _, mean, rstd = torch.ops.aten.native_group_norm(i.X, i.gamma, i.beta, *i.sizes, i.eps)
+    grads = torch.ops.aten.native_group_norm_backward(
+        i.dY, i.X, mean, rstd, i.gamma, *i.sizes, [False] * 3
+    )
+    assert grads == (None, None, None)
+
+
+@few_cases
+@all_dtypes
+@pytest.mark.parametrize("eps", [0.5, 0.0, 1e-3, 1e-12])
+def test_eps(device, case, dtypes, eps):
+    inputs = make_inputs(case, device, *dtypes, eps=eps)
+    assert_parity(run_ours(inputs), inputs)
+
+
+@few_cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float", "bfloat16"])
+def test_negative_eps(device, case, dtype):
+    """OpInfo's samples use -0.5; variances here are about 4, so nothing is a NaN."""
+    inputs = make_inputs(case, device, dtype, eps=-0.5)
+    assert_parity(run_ours(inputs), inputs)
+
+
+@few_cases
+@all_dtypes
+def test_module(device, case, dtypes):
+    """nn.GroupNorm in training, as programs call it."""
+    if dtypes[1] is not None and device == "cuda":
+        pytest.skip("stock refuses half input with float parameters")
+    inputs = make_inputs(case, device, *dtypes)
+    norm = torch.nn.GroupNorm(case.G, case.C, device=device, dtype=inputs.gamma.dtype)
+    with torch.no_grad():
+        norm.weight.copy_(inputs.gamma)
+        norm.bias.copy_(inputs.beta)
+    X = inputs.X.clone().requires_grad_()
+    with expect_calls(device, forward=True, backward=True):
+        Y = norm(X)
+        Y.backward(inputs.dY)
+    ours = Results(Y.detach(), None, None, X.grad, norm.weight.grad, norm.bias.grad)
+    assert_parity(ours, inputs, only=("Y", "dX", "dgamma", "dbeta"))
+    assert_layout_follows(inputs.X, Y, X.grad)
+
+
+@few_cases
+@all_dtypes
+def test_results_have_stock_dtypes(device, case, dtypes):
+    """mean and rstd are [N, G] in X's dtype, in float where the types are mixed."""
+    inputs = make_inputs(case, device, *dtypes)
+    ours = run_ours(inputs)
+    param = dtypes[1] or dtypes[0]
+    assert ours.Y.dtype == ours.dX.dtype == dtypes[0]
+    assert ours.mean.dtype == ours.rstd.dtype == param
+    assert ours.dgamma.dtype == ours.dbeta.dtype == param
+    assert ours.mean.shape == ours.rstd.shape == (case.N, case.G)
+    assert ours.dgamma.shape == ours.dbeta.shape == (case.C,)
+    for tensor in (ours.mean, ours.rstd, ours.dgamma, ours.dbeta):
+        assert tensor.is_contiguous()
+
+
+@few_cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float", "bfloat16"])
+def test_off_is_stock_bit_for_bit(device, case, dtype):
+    inputs = make_inputs(case, device, dtype)
+    with override_off():
+        first = composite(inputs)
+    gn_override.disable()
+    torch.ops.gn_override.reset_counters()
+    second = composite(inputs)
+    gn_override.enable()
+    taken = [key for key in torch.ops.gn_override.counters() if " aten" not in key]
+    assert not taken
+    for name in ("Y", "dX", "dgamma", "dbeta"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+# --- the bound itself can fail ---------------------------------------------------------------
+
+# Each changes one result by a plausible bug; the shift is in ulps of the tensor's magnitude
+# beyond what the bound allows, so that no shape's rounding hides it.
+PERTURBATIONS = {
+    "one element off": lambda t: t.reshape(-1)[t.numel() // 2].add_(1e-2 * t.abs().max()),
+    "one element unwritten": lambda t: t.reshape(-1)[-1:].fill_(math.nan),
+    "scaled": lambda t: t.mul_(1.02),
+    "two elements swapped": lambda t: _swap_extremes(t),
+}
+
+
+def _swap_extremes(t: torch.Tensor) -> None:
+    flat = t.reshape(-1)
+    low, high = int(flat.argmin()), int(flat.argmax())
+    flat[[low, high]] = flat[[high, low]]
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize("change", PERTURBATIONS.values(), ids=PERTURBATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_bound_catches(result, change, dtype):
+    """The check that all parity tests share rejects small errors in every result."""
+    inputs = make_inputs(by_name("d3"), "cpu", dtype, layout="nchw")
+    theirs = stock(inputs)
+    reference = exact(inputs)
+    wrong = copy.copy(theirs)
+    tensor = getattr(theirs, result).clone()
+    change(tensor)
+    setattr(wrong, result, tensor)
+    assert_close(getattr(theirs, result), getattr(theirs, result), getattr(reference, result))
+    with pytest.raises(AssertionError, match=f"{result}: error"):
+        assert_parity(wrong, inputs, theirs=theirs)
+
+
+def test_reference_agrees_with_autograd():
+    """The formulas of the reference against autograd's derivative of the plain definition."""
+    inputs = make_inputs(by_name("d3"), "cpu", torch.float64, layout="nchw")
+    N, C, HxW, G = inputs.sizes
+    X, gamma, beta = (t.detach().requires_grad_() for t in (inputs.X, inputs.gamma, inputs.beta))
+    x = X.reshape(N, G, -1)
+    centred = x - x.mean(-1, keepdim=True)
+    xhat = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+    Y = xhat.reshape(N, C, HxW) * gamma[:, None] + beta[:, None]
+    Y.backward(inputs.dY.reshape(Y.shape))
+    reference = exact(inputs)
+    want = {
+        "Y": Y.detach().reshape(X.shape),
+        "dX": X.grad,
+        "dgamma": gamma.grad,
+        "dbeta": beta.grad,
+    }
+    for name, value in want.items():
+        got = torch.from_numpy(getattr(reference, name).astype("float64"))
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,334 @@
+"""Where a shape goes, and in which geometry: the planner's answers, without a GPU.
+
+explain_shape() answers for an H200 where there is no GPU. The planner itself is plain C++: the
+last tests compile native/plan without torch and CUDA and compare its answers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from shapes import CPU_CASES, EDGE_CASES, EMPTY_CASES, KERNEL_CASES, LARGE_CASES, MODEL_CASES, Case
+
+import gn_override  # noqa: F401  (loads the extension)
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+PARAMS = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "bfloat16"}
+WORKSPACE_FREE = 64 << 20  # bytes of X from which the workspace is bounded ...
+WORKSPACE_SHARE = 0.02  # ... by this share of it
+MAX_GRID = (1 << 31) - 1
+MAX_THREADS = 1024
+
+ALL_CASES = KERNEL_CASES + CPU_CASES + MODEL_CASES + EDGE_CASES + EMPTY_CASES + LARGE_CASES
+directions = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+devices = pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+
+
+def explain(
+    case: Case,
+    device_type: str,
+    backward: bool,
+    *,
+    dtype: str | None = None,
+    param_dtype: str | None = None,
+    channels_last: bool = True,
+    alignment: int = 16,
+) -> dict:
+    dtype = dtype or case.dtype
+    text = torch.ops.gn_override.explain_shape(
+        device_type,
+        backward,
+        case.N,
+        case.C,
+        case.HxW,
+        case.G,
+        dtype,
+        param_dtype or dtype,
+        channels_last,
+        alignment,
+    )
+    return json.loads(text)
+
+
+def geometry(answer: dict) -> dict[str, int]:
+    """The numbers of a printed plan: "rule key=value key=value"."""
+    return {
+        key: int(value) for key, value in (part.split("=") for part in answer["plan"].split()[1:])
+    }
+
+
+@devices
+@directions
+@pytest.mark.parametrize("case", KERNEL_CASES + CPU_CASES + MODEL_CASES, ids=lambda c: c.id)
+def test_shapes_of_models_are_ours(case, device_type, backward):
+    answer = explain(case, device_type, backward)
+    assert answer["rule"] != "aten", answer
+    assert answer["declined_by_binding"] is None
+
+
+@devices
+@directions
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("case", EDGE_CASES + LARGE_CASES, ids=lambda c: c.name)
+def test_no_odd_shape_is_declined(case, dtype, device_type, backward):
+    """Every channels-last shape is ours, and only what is NCHW as well goes to aten."""
+    for param_dtype in {dtype, PARAMS[dtype]}:
+        for alignment in (1, 2, 4, 8, 16):
+            answer = explain(
+                case,
+                device_type,
+                backward,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                alignment=alignment,
+            )
+            assert (answer["rule"] == "aten") == case.one_layout, answer
+
+
+@devices
+@directions
+@pytest.mark.parametrize("case", KERNEL_CASES[:4] + EMPTY_CASES, ids=lambda c: c.id)
+def test_nchw_and_empty_go_to_aten(case, device_type, backward):
+    answer = explain(case, device_type, backward, channels_last=case.N == 0)
+    assert answer["rule"] == "aten"
+    assert answer["workspace_bytes"] == 0
+    # Every rule on the way says what it missed.
+    assert answer["declined"]
+    assert all(row["failed"] for row in answer["declined"])
+
+
+@directions
+@devices
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda c: c.id)
+def test_workspace_is_small(case, device_type, backward):
+    for dtype in SIZES:
+        answer = explain(case, device_type, backward, dtype=dtype)
+        bytes_of_X = case.numel * SIZES[dtype]
+        if bytes_of_X > WORKSPACE_FREE:
+            assert answer["workspace_bytes"] <= WORKSPACE_SHARE * bytes_of_X, answer
+        else:
+            assert answer["workspace_bytes"] <= WORKSPACE_FREE, answer
+
+
+def assert_covers(answer: dict, case: Case, dtype: str, alignment: int) -> None:
+    """Tiles cover [N, HxW, C] exactly: no channel and no pixel is left out or done twice."""
+    plan = geometry(answer)
+    across = plan["vector"] * plan["columns"]
+    assert case.C % plan["vector"] == 0, "a vector would straddle two pixels"
+    assert plan["vector"] * SIZES[dtype] <= max(alignment, SIZES[dtype])
+    assert (plan["column_tiles"] - 1) * across < case.C <= plan["column_tiles"] * across
+    run = plan["pixels_per_split"]
+    assert (plan["splits"] - 1) * run < case.HxW <= plan["splits"] * run
+    assert 1 <= plan["columns"] * plan["rows"] <= MAX_THREADS
+    assert 1 <= case.N * plan["column_tiles"] * plan["splits"] <= MAX_GRID
+
+
+@directions
+@pytest.mark.parametrize(
+    "case", [case for case in ALL_CASES if case.N > 0 and not case.one_layout], ids=lambda c: c.id
+)
+def test_tiles_cover_the_tensor(case, backward):
+    for dtype in SIZES:
+        for alignment in (1, 2, 4, 8, 16):
+            answer = explain(case, "cuda", backward, dtype=dtype, alignment=alignment)
+            assert_covers(answer, case, dtype, alignment)
+
+
+HUGE = (
+    Case("N past 65535", (1 << 20, 32, 2, 2), 32),
+    Case("N * G past 2^31", (1 << 27, 32, 1, 2), 32),
+    Case("G past 65535", (1, 1 << 20, 2, 2), 1 << 20),
+    Case("C past 65535", (2, 1 << 20, 7, 7), 32),
+    Case("HxW past 2^31", (1, 2, 1 << 16, 1 << 16), 1),
+    Case("all large", (1 << 12, 1 << 12, 1 << 6, 1 << 6), 1 << 11),
+)
+
+
+@directions
+@pytest.mark.parametrize("case", HUGE, ids=lambda c: c.name)
+def test_huge_shapes_stay_within_grid_limits(case, backward):
+    for dtype in SIZES:
+        answer = explain(case, "cuda", backward, dtype=dtype)
+        assert answer["rule"] != "aten"
+        assert_covers(answer, case, dtype, 16)
+        assert answer["workspace_bytes"] <= WORKSPACE_SHARE * case.numel * SIZES[dtype]
+
+
+@devices
+@directions
+def test_answer_is_complete(device_type, backward):
+    """What explain() prints for people: problem, rule with its reason, plan, least traffic."""
+    case = KERNEL_CASES[0]
+    answer = explain(case, device_type, backward)
+    assert answer["device"]
+    for part in (device_type, "backward" if backward else "forward", f"N={case.N}", f"C={case.C}"):
+        assert part in answer["problem"]
+    assert f"G={case.G}" in answer["problem"] and case.dtype in answer["problem"]
+    assert answer["plan"].startswith(answer["rule"])
+    assert len(answer["reason"]) > 20
+    assert answer["minimum_bytes"] == (3 if backward else 2) * case.numel * 2
+    assert answer["declined"] == []
+
+
+def test_alignment_narrows_the_vector():
+    case = KERNEL_CASES[0]
+    widths = [
+        geometry(explain(case, "cuda", False, alignment=alignment))["vector"]
+        for alignment in (2, 4, 8, 16)
+    ]
+    assert widths == [1, 2, 4, 8]
+
+
+def test_single_image_fills_the_chip():
+    """One image and 32 groups are not 32 blocks: at least one block a multiprocessor."""
+    for case in KERNEL_CASES:
+        for backward in (False, True):
+            plan = geometry(explain(case, "cuda", backward))
+            blocks = case.N * plan["column_tiles"] * plan["splits"]
+            vectors = case.numel // plan["vector"]
+            # 132 multiprocessors, unless there is less than a vector a thread for each.
+            assert blocks >= min(132, vectors // (plan["columns"] * plan["rows"] * 8))
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (("tpu", False, 1, 4, 4, 2, "float32", "float32", True, 16), "device must be"),
+        (("cpu", False, 1, 4, 4, 2, "int8", "float32", True, 16), "dtype must be"),
+        (("cpu", False, 1, 4, 4, 3, "float32", "float32", True, 16), "num_groups"),
+        (("cpu", False, 1, 4, 4, 0, "float32", "float32", True, 16), "num_groups"),
+        (("cpu", False, -1, 4, 4, 2, "float32", "float32", True, 16), "N"),
+        (("cuda", False, 1, 0, 4, 2, "float32", "float32", True, 16), "C"),
+        (("cuda", False, 1, 4, 4, 2, "float32", "float32", True, 3), "alignment"),
+    ],
+)
+def test_questions_without_an_answer(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        torch.ops.gn_override.explain_shape(*arguments)
+
+
+# --- the planner alone -----------------------------------------------------------------------
+
+DRIVER = r"""
+#include <iostream>
+#include "native/plan/plan.h"
+using namespace gn_override;
+
+// Lines of: device backward dtype param_dtype N C HxW G channels_last alignment threads sm_count
+// compute_capability shared_memory_per_block l2_bytes; one answer a line.
+int main() {
+  int device, backward, dtype, param_dtype, channels_last;
+  Problem p;
+  Device d;
+  while (std::cin >> device >> backward >> dtype >> param_dtype >> p.N >> p.C >> p.HxW >> p.G >>
+         channels_last >> p.alignment >> d.threads >> d.sm_count >> d.compute_capability >>
+         d.shared_memory_per_block >> d.l2_bytes) {
+    p.device = static_cast<DeviceType>(device);
+    p.direction = static_cast<Direction>(backward);
+    p.dtype = static_cast<DType>(dtype);
+    p.param_dtype = static_cast<DType>(param_dtype);
+    p.channels_last = channels_last;
+    const Plan plan = make_plan(p, d);
+    if (!(plan == make_plan(p, d))) {
+      return 1;
+    }
+    std::cout << "{\"splits\": " << plan.splits << ", \"pixels_per_split\": "
+              << plan.pixels_per_split << ", \"workspace_bytes\": " << plan.workspace_bytes
+              << ", \"explain\": " << explain(p, d) << "}\n";
+  }
+}
+"""
+DTYPE_CODES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+
+
+@pytest.fixture(scope="module")
+def planner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """native/plan and a driver, compiled by a plain C++20 compiler: no torch, no CUDA."""
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    sources = sorted((ROOT / "native" / "plan").glob("*.cpp"))
+    if not sources:
+        pytest.skip("the tests run without the source tree")
+    directory = tmp_path_factory.mktemp("planner")
+    (directory / "driver.cpp").write_text(DRIVER)
+    command = [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
+    command += [*map(str, sources), str(directory / "driver.cpp"), "-o", str(directory / "driver")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return directory / "driver"
+
+
+def device_figures() -> list[int]:
+    """threads and the GPU's figures as explain_shape() takes them: this GPU's, or an H200's."""
+    figures = [torch.get_num_threads(), 132, 90, 232448, 62914560]
+    if "current GPU" in explain(KERNEL_CASES[0], "cuda", False)["device"]:
+        gpu = torch.cuda.get_device_properties(0)
+        figures[1:] = [
+            gpu.multi_processor_count,
+            10 * gpu.major + gpu.minor,
+            gpu.shared_memory_per_block_optin,
+            gpu.L2_cache_size,
+        ]
+    return figures
+
+
+def ask(planner: Path, device_type: str, questions: list[tuple[Case, bool, str, int]]) -> list:
+    figures = device_figures()
+    lines = [
+        [
+            int(device_type == "cuda"),
+            int(backward),
+            DTYPE_CODES[dtype],
+            DTYPE_CODES[dtype],
+            case.N,
+            case.C,
+            case.HxW,
+            case.G,
+            int(not case.one_layout),
+            alignment,
+            *(figures if device_type == "cuda" else [figures[0], 0, 0, 0, 0]),
+        ]
+        for case, backward, dtype, alignment in questions
+    ]
+    text = "\n".join(" ".join(map(str, line)) for line in lines)
+    done = subprocess.run([str(planner)], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@devices
+def test_planner_alone_gives_the_same_answers(planner, device_type):
+    questions = [
+        (case, backward, dtype, alignment)
+        for case in ALL_CASES + HUGE
+        for backward in (False, True)
+        for dtype in SIZES
+        for alignment in (8, 16)
+    ]
+    answers = ask(planner, device_type, questions)
+    assert len(answers) == len(questions)
+    for question, answer in zip(questions, answers, strict=True):
+        case, backward, dtype, alignment = question
+        built = explain(case, device_type, backward, dtype=dtype, alignment=alignment)
+        del built["device"], built["declined_by_binding"]
+        assert answer["explain"] == built
+
+
+def test_cpu_runs_cover_the_pixels(planner):
+    questions = [
+        (case, backward, dtype, 16)
+        for case in ALL_CASES
+        if case.N > 0 and not case.one_layout
+        for backward in (False, True)
+        for dtype in SIZES
+    ]
+    for (case, *_), plan in zip(questions, ask(planner, "cpu", questions), strict=True):
+        run = plan["pixels_per_split"]
+        assert (plan["splits"] - 1) * run < case.HxW <= plan["splits"] * run, plan

@@ -1,0 +1,498 @@
+"""Whole models in channels_last, stock against gn_override: the "Whole models" table.
+
+    pip install diffusers timm
+    python tools/bench_models.py --output models-h200   # on a GPU; three minutes on an H200
+    python tools/bench_models.py --rows unet,vae
+    python tools/bench_models.py --device cpu --tiny    # tries the script; the times mean nothing
+
+Models have random weights: nothing is downloaded. Before a row is timed, outputs (training: loss
+and gradients) are compared with the same model in float32: the override's relative error may be
+1.1x stock's, which measures how much a model amplifies a change in rounding, plus one unit in the
+last place. A row that fails is not timed, and the exit status is 1.
+
+Times are medians in milliseconds, the variants taken in turns; GPU times come from events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import results
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gn_override
+
+Step = Callable[[], Tensor]
+
+UNET = {
+    "sample_size": 64,
+    "in_channels": 4,
+    "out_channels": 4,
+    "layers_per_block": 2,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "cross_attention_dim": 768,
+    "attention_head_dim": 8,
+}
+VAE = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 4,
+    "layers_per_block": 2,
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "sample_size": 512,
+    "scaling_factor": 0.18215,
+}
+TINY_UNET = {**UNET, "block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 32}
+TINY_VAE = {**VAE, "block_out_channels": (32, 32, 64, 64)}
+
+
+@dataclass
+class Row:
+    """One line of the table; times in milliseconds, by variant."""
+
+    name: str
+    times: dict[str, float] = field(default_factory=dict)
+    floor: str = ""  # what the variant "floor" is
+    peak_gb: dict[str, float] = field(default_factory=dict)
+    error_stock: float = float("nan")  # against float32, relative l2
+    error_override: float = float("nan")
+    error_bound: float = float("nan")
+    calls: int = 0  # group normalisation calls that the override took in one step
+
+    @property
+    def parity(self) -> bool:
+        """Whether the override ran, as exactly as it must (a NaN is not)."""
+        return self.calls > 0 and self.error_override <= self.error_bound
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How this run is made."""
+
+    device: str
+    tiny: bool
+    seconds: float  # of timing, for each variant of a row
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    log(f"  {name}: {time.perf_counter() - begin:.1f} s")
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Affine parameters that are not ones and zeros, which would hide a wrong affine part."""
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+    return model
+
+
+def without_norms(model: nn.Module) -> nn.Module:
+    """A copy of the model with every GroupNorm taken out."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.GroupNorm):
+                setattr(parent, name, nn.Identity())
+    return model
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return randomise(build())
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    difference = torch.linalg.vector_norm(value.double() - reference.double())
+    return (difference / torch.linalg.vector_norm(reference.double())).item()
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """No TF32 inside."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def calls_taken() -> int:
+    return sum(gn_override.report().calls.values())
+
+
+def check(row: Row, step: Step, reference: Step, dtype: torch.dtype) -> bool:
+    """Fill the row's errors; True if they are within the bound."""
+    with gn_override.disabled(), exact_float32():
+        expected = reference()
+    with gn_override.disabled():
+        row.error_stock = relative_error(step(), expected)
+    before = calls_taken()
+    with gn_override.enabled():
+        row.error_override = relative_error(step(), expected)
+    row.calls = calls_taken() - before
+    row.error_bound = 1.1 * row.error_stock + torch.finfo(dtype).eps
+    verdict = "ok" if row.parity else "FAILED"
+    log(
+        f"  parity {verdict}: error {row.error_override:.3e}, stock {row.error_stock:.3e}, "
+        f"bound {row.error_bound:.3e}, {row.calls} calls taken"
+    )
+    return row.parity
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One column of a row: a step, and the state of the switch that it runs under."""
+
+    step: Callable[[], object]
+    on: bool = False
+
+    def switch(self) -> AbstractContextManager[None]:
+        return gn_override.enabled() if self.on else gn_override.disabled()
+
+
+def seconds_of(step: Callable[[], object], device: str, count: int) -> float:
+    """Mean time of `count` steps run back to back."""
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(count):
+            step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / count
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    return (time.perf_counter() - begin) / count
+
+
+def measure(row: Row, variants: Mapping[str, Variant], setting: Setting) -> None:
+    """Median time of every variant, in turns, into row.times (milliseconds)."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for variant in variants.values():  # warm up: algorithms chosen, memory allocated
+        with variant.switch():
+            seconds_of(variant.step, setting.device, 1 if setting.tiny else 3)
+    deadline = time.perf_counter() + setting.seconds * len(variants)
+    while not samples["stock"] or time.perf_counter() < deadline:
+        for name, variant in variants.items():
+            with variant.switch():
+                samples[name].append(
+                    seconds_of(variant.step, setting.device, 1 if setting.tiny else 5)
+                )
+    for name, values in samples.items():
+        row.times[name] = round(1e3 * statistics.median(values), 3)
+
+
+def captured(variant: Variant) -> Variant:
+    """The variant as the replay of a CUDA graph."""
+    with variant.switch():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                variant.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            variant.step()
+    return Variant(graph.replay, variant.on)
+
+
+def inference(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Step:
+    def step() -> Tensor:
+        with torch.no_grad():
+            return call(model)
+
+    return step
+
+
+def bench_inference(
+    name: str,
+    model: nn.Module,
+    call: Callable[[nn.Module, torch.memory_format, torch.dtype], Tensor],
+    setting: Setting,
+    graph: bool,
+) -> list[Row]:
+    """Rows of one model: eager, and with a CUDA graph where there is a GPU and it is asked for."""
+    dtype = torch.float16 if setting.device == "cuda" else torch.float32
+    exact = torch.float32 if setting.device == "cuda" else torch.float64
+    last, first = torch.channels_last, torch.contiguous_format
+    model = model.to(device=setting.device, dtype=dtype, memory_format=last).eval()
+
+    def step_of(net: nn.Module, layout: torch.memory_format, kind: torch.dtype) -> Step:
+        return inference(net, lambda m: call(m, layout, kind))
+
+    eager = Row(f"{name}, eager", floor="the model without its GroupNorms")
+    step = step_of(model, last, dtype)
+    with phase("parity"):
+        good = check(eager, step, step_of(copy.deepcopy(model).to(exact), last, exact), dtype)
+    if not good:
+        return [eager]
+
+    nchw = copy.deepcopy(model).to(memory_format=first)
+    variants = {
+        "stock": Variant(step),
+        "override": Variant(step, on=True),
+        "stock_nchw": Variant(step_of(nchw, first, dtype)),
+        "floor": Variant(step_of(without_norms(model), last, dtype)),
+    }
+    rows = [eager]
+    with phase("eager"):
+        measure(eager, variants, setting)
+    if graph and setting.device == "cuda":
+        row = Row(
+            f"{name}, CUDA graph",
+            floor=eager.floor,
+            error_stock=eager.error_stock,
+            error_override=eager.error_override,
+            error_bound=eager.error_bound,
+            calls=eager.calls,
+        )
+        with phase("CUDA graph"):
+            measure(row, {key: captured(v) for key, v in variants.items()}, setting)
+        rows.insert(0, row)
+    return rows
+
+
+def bench_unet(setting: Setting) -> list[Row]:
+    """One denoising step of the Stable Diffusion 1.5 UNet, batch 2."""
+    from diffusers import UNet2DConditionModel
+    from diffusers.utils import logging
+
+    logging.set_verbosity_error()
+    config = TINY_UNET if setting.tiny else UNET
+    size = 16 if setting.tiny else 64
+    with phase("model"):
+        model = seeded(lambda: UNet2DConditionModel(**config))
+    latents = torch.randn(2, 4, size, size, device=setting.device)
+    tokens = torch.randn(2, 77, config["cross_attention_dim"], device=setting.device)
+    timestep = torch.full((2,), 500, device=setting.device)
+    inputs: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def call(net: nn.Module, layout: torch.memory_format, dtype: torch.dtype) -> Tensor:
+        # Made once: a CUDA graph reads the same memory at every replay.
+        if (layout, dtype) not in inputs:
+            inputs[layout, dtype] = latents.to(dtype, memory_format=layout), tokens.to(dtype)
+        x, context = inputs[layout, dtype]
+        output: Tensor = net(x, timestep, encoder_hidden_states=context, return_dict=False)[0]
+        return output
+
+    return bench_inference("SD 1.5 UNet step, batch 2, 64x64 latents", model, call, setting, True)
+
+
+def bench_vae(setting: Setting) -> list[Row]:
+    """The Stable Diffusion VAE decoder, 1024x1024 pixels."""
+    from diffusers import AutoencoderKL
+    from diffusers.utils import logging
+
+    logging.set_verbosity_error()
+    config = TINY_VAE if setting.tiny else VAE
+    size = 8 if setting.tiny else 128
+    with phase("model"):
+        model = seeded(lambda: AutoencoderKL(**config))
+    latents = torch.randn(1, 4, size, size, device=setting.device)
+
+    def call(net: nn.Module, layout: torch.memory_format, dtype: torch.dtype) -> Tensor:
+        x = latents.to(dtype, memory_format=layout)
+        output: Tensor = net.decode(x, return_dict=False)[0]  # type: ignore[operator]
+        return output
+
+    return bench_inference("SD VAE decode, 1024x1024", model, call, setting, False)
+
+
+def training(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    autocast: torch.dtype | None,
+    update: bool,
+) -> Step:
+    """One training step: forward, loss, backward, and SGD if `update`.
+
+    Without `update` the step returns the loss and all gradients, flat.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+    def context() -> AbstractContextManager[Any]:
+        return torch.autocast(images.device.type, dtype=autocast) if autocast else nullcontext()
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with context():
+            loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        if update:
+            optimizer.step()
+            return loss
+        gradients = [p.grad.flatten().float() for p in model.parameters() if p.grad is not None]
+        return torch.cat([loss.detach().float().view(1), *gradients])
+
+    return step
+
+
+def peak_gb(variant: Variant) -> float:
+    """Peak of allocated memory in one step, parameters and gradients included."""
+    with variant.switch():
+        variant.step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        variant.step()
+        torch.cuda.synchronize()
+    return round(torch.cuda.max_memory_allocated() / 1e9, 3)
+
+
+def bench_resnet(setting: Setting) -> list[Row]:
+    """timm resnet50_gn training, batch 64, in bf16 and with bf16 autocast over float32."""
+    import timm
+
+    batch, size = (2, 64) if setting.tiny else (64, 224)
+    images = torch.randn(batch, 3, size, size, device=setting.device)
+    labels = torch.randint(1000, (batch,), device=setting.device)
+    last, first = torch.channels_last, torch.contiguous_format
+    rows = []
+    for autocast in (None, torch.bfloat16):
+        kind = "bf16 autocast, fp32 parameters" if autocast else "bf16"
+        row = Row(f"timm resnet50_gn training, batch 64, {kind}", floor="resnet50 with BatchNorm")
+        log(row.name)
+        dtype = torch.float32 if autocast else torch.bfloat16
+
+        def build(
+            name: str, layout: torch.memory_format, dtype: torch.dtype = dtype
+        ) -> tuple[nn.Module, Tensor]:
+            model = seeded(lambda: timm.create_model(name, pretrained=False))
+            model = model.to(device=setting.device, dtype=dtype, memory_format=layout).train()
+            return model, images.to(dtype, memory_format=layout)
+
+        def step_of(
+            name: str, layout: torch.memory_format, autocast: torch.dtype | None = autocast
+        ) -> Step:
+            model, x = build(name, layout)
+            return training(model, x, labels, autocast, update=True)
+
+        with phase("parity"):
+            model, x = build("resnet50_gn", last)
+            reference = training(
+                copy.deepcopy(model).float(), x.float(), labels, None, update=False
+            )
+            plain = training(model, x, labels, autocast, update=False)
+            good = check(row, plain, reference, torch.bfloat16)
+            del model, x, reference, plain
+        rows.append(row)
+        if not good:
+            continue
+
+        shared = step_of("resnet50_gn", last)
+        variants = {"stock": Variant(shared), "override": Variant(shared, on=True)}
+        if setting.device == "cuda":
+            # Before the other variants' models take memory too.
+            torch.cuda.empty_cache()
+            row.peak_gb = {name: peak_gb(variant) for name, variant in variants.items()}
+        variants["stock_nchw"] = Variant(step_of("resnet50_gn", first))
+        variants["floor"] = Variant(step_of("resnet50", last))
+        with phase("timing"):
+            measure(row, variants, setting)
+    return rows
+
+
+BENCHES: dict[str, Callable[[Setting], list[Row]]] = {
+    "unet": bench_unet,
+    "vae": bench_vae,
+    "resnet": bench_resnet,
+}
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The head of the results file."""
+    head = results.machine(device) | {"unit": "milliseconds, median"}
+    for package in ("diffusers", "timm"):
+        try:
+            head[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # its rows were not asked for
+    return head
+
+
+def table(rows: Sequence[Row]) -> str:
+    width = max(len(row.name) for row in rows)
+    lines = [
+        f"{'ms':<{width}} {'stock':>9} {'override':>9} {'speed-up':>9} {'NCHW':>9} {'floor':>9}"
+        "  peak GB stock/override"
+    ]
+    for row in rows:
+        if not row.parity:
+            lines.append(
+                f"{row.name:<{width}} PARITY FAILED: error {row.error_override:.2e}, "
+                f"bound {row.error_bound:.2e}, {row.calls} calls taken"
+            )
+            continue
+        t = row.times
+        peak = " / ".join(f"{row.peak_gb[k]:.2f}" for k in ("stock", "override") if row.peak_gb)
+        lines.append(
+            f"{row.name:<{width}} {t['stock']:>9.2f} {t['override']:>9.2f} "
+            f"{t['stock'] / t['override']:>8.2f}x {t['stock_nchw']:>9.2f} {t['floor']:>9.2f}"
+            f"  {peak}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--rows", default="unet,vae,resnet", help="comma-separated; default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a variant")
+    parser.add_argument("--output", default="", help="name of the results file to write")
+    parser.add_argument("--folder", type=Path, default=results.RESULTS)
+    options = parser.parse_args(argv)
+    names = options.rows.split(",")
+    for name in names:
+        if name not in BENCHES:
+            parser.error(f"--rows: {name} is none of {', '.join(BENCHES)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here (--device cpu --tiny tries the script)")
+
+    begin = time.perf_counter()
+    setting = Setting(options.device, options.tiny, 0.0 if options.tiny else options.seconds)
+    rows: list[Row] = []
+    for name in names:
+        log(name)
+        rows += BENCHES[name](setting)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    if options.output:
+        lines = [asdict(row) | {"parity": row.parity} for row in rows]
+        head = machine(options.device) | {"tiny": options.tiny}
+        log(f"wrote {results.write(options.output, head | {'rows': lines}, options.folder)}")
+    log(f"{time.perf_counter() - begin:.0f} s")
+    print(table(rows))
+    return 0 if all(row.parity for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
