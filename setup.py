@@ -63,6 +63,10 @@ INSTRUCTION_SETS = {
 CUDA_SOURCES = [
     "native/binding/cuda.cpp",
     "native/launch/launch.cu",
+    "native/launch/resident_bfloat16.cu",
+    "native/launch/resident_double.cu",
+    "native/launch/resident_float.cu",
+    "native/launch/resident_half.cu",
     "native/launch/two_pass_bfloat16.cu",
     "native/launch/two_pass_double.cu",
     "native/launch/two_pass_float.cu",
@@ -369,7 +373,16 @@ def extension(
         py_limited_api=True,
         language="c++",
         extra_compile_args={
-            "cxx": [*common, *system, "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"],
+            # at::parallel_for is inline: without -fopenmp it runs on one thread.
+            "cxx": [
+                *common,
+                *system,
+                "-g0",
+                "-fopenmp",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wextra",
+            ],
             # Kernels and launchers get no torch header: no path to them.
             "nvcc": [
                 *common,
@@ -380,8 +393,9 @@ def extension(
         library_dirs=library_dirs,
         libraries=libraries,
         # The library is loaded into a process that has torch's libraries
-        # already, so no rpath. A symbol that nobody has is an error here.
-        extra_link_args=["-Wl,--no-undefined", "-Wl,--as-needed"],
+        # already (its OpenMP among them, by the same name), so no rpath. A
+        # symbol that nobody has is an error here.
+        extra_link_args=["-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed"],
     )
 
 

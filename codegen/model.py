@@ -13,6 +13,7 @@ import torchgen
 import yaml
 from torchgen.gen import parse_native_yaml
 from torchgen.model import FunctionSchema, NativeFunction
+from torchgen.yaml_utils import YamlLoader
 
 SOURCE = Path(__file__).parent / "group_norm.yaml"
 
@@ -122,9 +123,12 @@ class _Loader:
 
     def load(self) -> Model:
         try:
-            document = yaml.safe_load(self.path.read_text())
-        except yaml.YAMLError as error:
-            raise CodegenError(f"{self.path.name}: not YAML: {error}") from None
+            document = yaml.load(self.path.read_text(), Loader=YamlLoader)
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 0
+            self.fail(f"line {line}", f"not YAML: {error.problem}")
+        except AssertionError as error:  # the loader's own check: a key that is there twice
+            self.fail("not YAML", str(error))
         self.fields(document, "top level", {"conditions": dict, "operators": list})
         conditions = tuple(
             self.condition(name, entry) for name, entry in document["conditions"].items()
@@ -136,11 +140,16 @@ class _Loader:
             for override in self.operator(entry, f"operators, entry {number}", names)
         ]
         first: dict[str, Override] = {}
+        places = set()
         for override in overrides:
+            place = f"{override.schema.name}, {override.key}"
+            if place in places:
+                self.fail(place, "is there twice")
+            places.add(place)
             other = first.setdefault(override.kernel, override)
             if other.signature != override.signature:
                 self.fail(
-                    f"{override.schema.name}, {override.key}",
+                    place,
                     f"kernel '{override.kernel}' has another signature for "
                     f"{other.schema.name}, {other.key}",
                 )
@@ -148,6 +157,8 @@ class _Loader:
 
     def condition(self, name: str, entry: Any) -> Condition:
         where = f"conditions, {name}"
+        if not str(name).isidentifier():
+            self.fail(where, "the name becomes a macro: it has to be a C++ identifier")
         self.fields(entry, where, {"derivative_of": str, "contains": str})
         formulas = self.torch.derivative_formulas
         if entry["derivative_of"] not in formulas:
@@ -173,7 +184,7 @@ class _Loader:
                 f"  installed: {function.func}",
             )
         for key, override in entry["dispatch"].items():
-            yield self.override(override, f"{name}, {key}", function, key, conditions)
+            yield self.override(override, f"{name}, {key}", function, str(key), conditions)
 
     def override(
         self, entry: Any, where: str, function: NativeFunction, key: str, conditions: list[str]
@@ -226,7 +237,7 @@ class _Loader:
             hint = f"valid: {', '.join(valid)}"
         else:
             hint = f"nearest: {', '.join(near)}" if near else "nothing is near to it"
-        self.fail(where, f"unknown {what} '{name}'; {hint}")
+        self.fail(where, f"unknown {what} '{name}'\n  {hint}")
 
     def fail(self, where: str, problem: str) -> Any:
         raise CodegenError(f"{self.path.name}: {where}: {problem}")

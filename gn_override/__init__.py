@@ -39,7 +39,7 @@ __all__ = [
 
 _library.load()
 
-from gn_override import _meta  # noqa: E402  (needs the loaded library)
+import gn_override._meta as _meta  # noqa: E402  (needs the loaded library)
 
 _LAZY = {
     "Explanation": "gn_override._explain",

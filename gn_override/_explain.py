@@ -19,6 +19,7 @@ from gn_override import _library
 # native/plan. A copy is 2: one read, one write. The least possible is 2 forward (X, Y) and 3
 # backward (dY, X, dX).
 _TRAFFIC = {
+    "resident": (2, 3),
     "two_pass": (3, 5),  # the statistics read X, or dY and X, once more
     "channels_last": (3, 5),  # likewise, but what is still in cache is not read again
 }
@@ -72,7 +73,7 @@ class Explanation:
 
     def __str__(self) -> str:
         kernel = f"{self.rule} (gn_override)" if self.served else "PyTorch's own (aten)"
-        if not self.enabled:
+        if self.served and not self.enabled:
             kernel += "; the override is off now, so PyTorch's own runs it"
         lines = [
             f"call      {self.problem}",

@@ -539,5 +539,6 @@ def test_library_needs_no_python(library: ModuleType) -> None:
     assert needed <= {
         *("libc10", "libtorch", "libtorch_cpu", "libc10_cuda", "libtorch_cuda", "libcudart"),
         *("libstdc++", "libgcc_s", "libm", "libc", "libpthread", "libdl", "ld-linux-x86-64"),
+        "libgomp",
         *("ld-linux-aarch64",),
     }

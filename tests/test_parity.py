@@ -1,7 +1,7 @@
 """Parity with aten: every result of forward and backward against the fp64 reference.
 
-Our error may exceed stock's own by one unit in the last place (reference.py says why). Each test
-asserts by the counters which kernels really ran.
+Our error may exceed stock's own by the rounding of the last place alone (reference.py says why).
+Each test asserts by the counters which kernels really ran.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from reference import (
     GRAD_LAYOUTS,
     LAYOUTS,
     MASKS,
+    RESULTS,
     Inputs,
     Results,
     assert_close,
@@ -47,7 +48,6 @@ DTYPES = {
 
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 by_id = {"ids": lambda value: value.name if isinstance(value, Case) else None}
-RESULTS = ("Y", "mean", "rstd", "dX", "dgamma", "dbeta")
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -57,7 +57,7 @@ def by_name(name: str) -> Case:
 
 
 # Three shapes for the products of options: vectors fit, vectors do not fit, a volume.
-FEW = ("tiles_deep", "c30", "volume")
+FEW = ("d10", "c30", "volume")
 few_cases = pytest.mark.parametrize("case", [by_name(name) for name in FEW], **by_id)
 
 
@@ -92,7 +92,10 @@ def test_model_shapes(device, case):
     assert_layout_follows(inputs.X, ours.Y, ours.dX)
 
 
-@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.id)
+# Without the largest, whose reference alone takes seconds: N = 128 is n129's in EDGE_CASES.
+@pytest.mark.parametrize(
+    "case", [case for case in CPU_CASES if case.numel < 1 << 24], ids=lambda case: case.id
+)
 def test_cpu_benchmark_shapes(case):
     inputs = make_inputs(case, "cpu", getattr(torch, case.dtype))
     assert_parity(run_ours(inputs), inputs)
@@ -259,8 +262,7 @@ def test_off_is_stock_bit_for_bit(device, case, dtype):
 
 # --- the bound itself can fail ---------------------------------------------------------------
 
-# Each changes one result by a plausible bug; the shift is in ulps of the tensor's magnitude
-# beyond what the bound allows, so that no shape's rounding hides it.
+# Each changes one result as a bug would.
 PERTURBATIONS = {
     "one element off": lambda t: t.reshape(-1)[t.numel() // 2].add_(1e-2 * t.abs().max()),
     "one element unwritten": lambda t: t.reshape(-1)[-1:].fill_(math.nan),
@@ -312,3 +314,11 @@ def test_reference_agrees_with_autograd():
     for name, value in want.items():
         got = torch.from_numpy(getattr(reference, name).astype("float64"))
         torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-12)
+
+
+def test_fresh_memory_is_poisoned(device):
+    """The fixture that all of these run under does what it says, for large and small blocks."""
+    for numel in (100, 1 << 16, 1 << 22):
+        fresh = torch.empty(numel, device=device)
+        assert fresh.isnan().all()
+        del fresh

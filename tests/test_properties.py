@@ -1,6 +1,6 @@
 """Random calls against the reference: shapes, dtypes, layouts, options and values together.
 
-GN_OVERRIDE_TEST_EXAMPLES says how many calls a test tries (150). The choice is the same in every
+GN_OVERRIDE_TEST_EXAMPLES says how many calls a test tries (100). The choice is the same in every
 run; with GN_OVERRIDE_TEST_EXPLORE=1 it is new each time.
 """
 
@@ -32,7 +32,7 @@ from reference import (
 from shapes import Case
 
 random_calls = settings(
-    max_examples=int(os.environ.get("GN_OVERRIDE_TEST_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("GN_OVERRIDE_TEST_EXAMPLES", "100")),
     derandomize="GN_OVERRIDE_TEST_EXPLORE" not in os.environ,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -101,8 +101,8 @@ def test_group_norm_in_any_layout(device, case, dtype, layout, dY_layout, affine
         return  # refused by torch, or without any deviation
     torch.manual_seed(seed)
     inputs = make_inputs(case, device, dtype, affine=affine, layout=layout, dY_layout=dY_layout)
-    if affine == "bias" and inputs.X.is_contiguous():
-        inputs.beta = None  # stock's NCHW backward on the CPU refuses it
+    if affine == "bias" and not is_channels_last(inputs.X):
+        inputs.beta = None  # aten's, and the backward of stock CPU refuses it
     ours = composite(inputs)
     assert_parity(
         ours, inputs, only=[name for name, value in vars(ours).items() if value is not None]

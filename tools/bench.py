@@ -154,7 +154,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="comma-separated names of cases")
     parser.add_argument("--dtype", default="", help="only cases of this dtype")
-    parser.add_argument("--providers", default=",".join(DEFAULT_PROVIDERS), help="of " + ", ".join(PROVIDERS))
+    parser.add_argument(
+        "--providers", default=",".join(DEFAULT_PROVIDERS), help="of " + ", ".join(PROVIDERS)
+    )
     parser.add_argument("--milliseconds", type=int, default=60, help="of measuring a figure")
     parser.add_argument("--no-check", action="store_true", help="time without the fp64 check")
     parser.add_argument("--output", default="", help="name of the results file to write")

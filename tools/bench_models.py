@@ -120,14 +120,23 @@ def without_norms(model: nn.Module) -> nn.Module:
     return model
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+def seeded(build: Callable[[], nn.Module], device: str) -> nn.Module:
+    """A model with random weights, the same ones every time, made on the device."""
     torch.manual_seed(0)
-    return randomise(build())
+    with torch.device(device):
+        return randomise(build())
+
+
+def placed(
+    model: nn.Module, device: str, dtype: torch.dtype, layout: torch.memory_format
+) -> nn.Module:
+    # The stubs of Module.to() do not know of memory_format beside other arguments.
+    return model.to(device=device, dtype=dtype).to(memory_format=layout)  # type: ignore[call-overload]
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
     difference = torch.linalg.vector_norm(value.double() - reference.double())
-    return (difference / torch.linalg.vector_norm(reference.double())).item()
+    return float(difference / torch.linalg.vector_norm(reference.double()))
 
 
 @contextmanager
@@ -185,7 +194,7 @@ def seconds_of(step: Callable[[], object], device: str, count: int) -> float:
             step()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / count
+        return float(start.elapsed_time(end)) / 1e3 / count
     begin = time.perf_counter()
     for _ in range(count):
         step()
@@ -243,7 +252,7 @@ def bench_inference(
     dtype = torch.float16 if setting.device == "cuda" else torch.float32
     exact = torch.float32 if setting.device == "cuda" else torch.float64
     last, first = torch.channels_last, torch.contiguous_format
-    model = model.to(device=setting.device, dtype=dtype, memory_format=last).eval()
+    model = placed(model, setting.device, dtype, last).eval()
 
     def step_of(net: nn.Module, layout: torch.memory_format, kind: torch.dtype) -> Step:
         return inference(net, lambda m: call(m, layout, kind))
@@ -255,7 +264,7 @@ def bench_inference(
     if not good:
         return [eager]
 
-    nchw = copy.deepcopy(model).to(memory_format=first)
+    nchw = placed(copy.deepcopy(model), setting.device, dtype, first)
     variants = {
         "stock": Variant(step),
         "override": Variant(step, on=True),
@@ -286,10 +295,10 @@ def bench_unet(setting: Setting) -> list[Row]:
     from diffusers.utils import logging
 
     logging.set_verbosity_error()
-    config = TINY_UNET if setting.tiny else UNET
+    config: dict[str, Any] = TINY_UNET if setting.tiny else UNET
     size = 16 if setting.tiny else 64
     with phase("model"):
-        model = seeded(lambda: UNet2DConditionModel(**config))
+        model = seeded(lambda: UNet2DConditionModel(**config), setting.device)
     latents = torch.randn(2, 4, size, size, device=setting.device)
     tokens = torch.randn(2, 77, config["cross_attention_dim"], device=setting.device)
     timestep = torch.full((2,), 500, device=setting.device)
@@ -315,7 +324,7 @@ def bench_vae(setting: Setting) -> list[Row]:
     config = TINY_VAE if setting.tiny else VAE
     size = 8 if setting.tiny else 128
     with phase("model"):
-        model = seeded(lambda: AutoencoderKL(**config))
+        model = seeded(lambda: AutoencoderKL(**config), setting.device)
     latents = torch.randn(1, 4, size, size, device=setting.device)
 
     def call(net: nn.Module, layout: torch.memory_format, dtype: torch.dtype) -> Tensor:
@@ -385,8 +394,8 @@ def bench_resnet(setting: Setting) -> list[Row]:
         def build(
             name: str, layout: torch.memory_format, dtype: torch.dtype = dtype
         ) -> tuple[nn.Module, Tensor]:
-            model = seeded(lambda: timm.create_model(name, pretrained=False))
-            model = model.to(device=setting.device, dtype=dtype, memory_format=layout).train()
+            model = seeded(lambda: timm.create_model(name, pretrained=False), setting.device)
+            model = placed(model, setting.device, dtype, layout).train()
             return model, images.to(dtype, memory_format=layout)
 
         def step_of(

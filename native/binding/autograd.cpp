@@ -212,16 +212,18 @@ Tensor group_norm_composite(
     const std::optional<Tensor>& bias,
     double eps,
     bool cudnn_enabled) {
-  const auto stock = [&] {
+  const auto stock = [&](const Tensor& X) {
     return at::native::group_norm(
-        input, num_groups, weight, bias, eps, cudnn_enabled);
+        X, num_groups, weight, bias, eps, cudnn_enabled);
   };
-  // Stock differentiates duals and works inside of functorch; both refuse a
-  // C++ autograd function.
-  if (!is_on() || !serves(input.device()) || !keeps_layout(input) ||
-      is_dual(input) || is_dual(weight) || is_dual(bias) ||
+  if (!is_on() || !serves(input.device()) || !keeps_layout(input)) {
+    return stock(input);
+  }
+  // Forward-mode AD and functorch do not take a C++ autograd function. Stock's
+  // tangent formula in turn does not take a channels-last tensor.
+  if (is_dual(input) || is_dual(weight) || is_dual(bias) ||
       inside_functorch_transform()) {
-    return stock();
+    return stock(input.contiguous());
   }
   const c10::SymInt N = input.sym_size(0);
   const c10::SymInt C = input.sym_size(1);
@@ -231,7 +233,7 @@ Tensor group_norm_composite(
         (parameter->dim() == 1 && parameter->sym_numel() == C);
   };
   if (num_groups <= 0 || C % num_groups != 0 || !fits(weight) || !fits(bias)) {
-    return stock();
+    return stock(input);
   }
   c10::SymInt HxW = 1;
   for (int64_t d = 2; d < input.dim(); ++d) {

@@ -83,8 +83,8 @@ Classified classify_common(
   }
   const auto dtype = to_dtype(X.scalar_type());
   const auto param_dtype = to_dtype(param_type);
-  const bool half = X.scalar_type() == at::kHalf ||
-      X.scalar_type() == at::kBFloat16;
+  const bool half =
+      X.scalar_type() == at::kHalf || X.scalar_type() == at::kBFloat16;
   if (!dtype || !param_dtype ||
       (param_type != X.scalar_type() && !(half && param_type == at::kFloat))) {
     result.declined = "dtypes";
@@ -198,8 +198,7 @@ Classified classify_backward(
   if (result.declined) {
     return result;
   }
-  if (dY.sizes() != X.sizes() ||
-      !fits(dY, X, X.scalar_type(), X.numel())) {
+  if (dY.sizes() != X.sizes() || !fits(dY, X, X.scalar_type(), X.numel())) {
     result.declined = "gradient of another size, dtype or device";
     return result;
   }

@@ -20,12 +20,16 @@ namespace gn_override::binding {
 
 namespace {
 
+// Messages are put together as strings: see the note on iostreams in plan.cpp.
+
 // What explain_shape() answers for where there is no GPU.
 constexpr Device kH200{
     .sm_count = 132,
     .compute_capability = 90,
     .shared_memory_per_block = 232448,
     .l2_bytes = 62914560,
+    .clusters = {132, 66, 30, 15, 7},
+    .pins = {},
 };
 
 struct NamedDType {
@@ -48,12 +52,14 @@ DType parse_dtype(std::string_view name) {
   TORCH_CHECK_VALUE(
       false,
       "gn_override: dtype must be one of float32, float64, float16, bfloat16, "
-      "got ",
-      name);
+      "got " +
+          std::string(name));
 }
 
 // Prepends members to a JSON object; `members` ends with ", ".
-std::string with_members(const std::string& members, const std::string& object) {
+std::string with_members(
+    const std::string& members,
+    const std::string& object) {
   return "{" + members + object.substr(1);
 }
 
@@ -108,8 +114,8 @@ std::string explain_tensor(
     bool backward) {
   TORCH_CHECK_VALUE(
       input.dim() >= 2,
-      "gn_override: input must have at least 2 dimensions, got ",
-      input.dim());
+      "gn_override: input must have at least 2 dimensions, got " +
+          std::to_string(input.dim()));
   const bool served_device = input.is_cpu() || input.is_cuda();
   int64_t HxW = 1;
   for (int64_t d = 2; d < input.dim(); ++d) {
@@ -118,13 +124,7 @@ std::string explain_tensor(
   const char* declined = "the device is neither a CPU nor a CUDA device";
   if (served_device) {
     Classified call = classify_forward(
-        input,
-        weight,
-        bias,
-        input.size(0),
-        input.size(1),
-        HxW,
-        num_groups);
+        input, weight, bias, input.size(0), input.size(1), HxW, num_groups);
     if (call.declined == nullptr) {
       call.problem.direction =
           backward ? Direction::kBackward : Direction::kForward;
@@ -138,39 +138,33 @@ std::string explain_tensor(
 }
 
 std::string explain_shape(
-    std::string_view device,
+    std::string device,
     bool backward,
     int64_t N,
     int64_t C,
     int64_t HxW,
     int64_t num_groups,
-    std::string_view dtype,
-    std::string_view param_dtype,
+    std::string dtype,
+    std::string param_dtype,
     bool channels_last,
     int64_t alignment) {
   TORCH_CHECK_VALUE(
       device == "cpu" || device == "cuda",
-      "gn_override: device must be cpu or cuda, got ",
-      device);
+      "gn_override: device must be cpu or cuda, got " + device);
   TORCH_CHECK_VALUE(
       N >= 0 && C > 0 && HxW > 0,
-      "gn_override: needs N >= 0, C > 0 and HxW > 0, got N=",
-      N,
-      " C=",
-      C,
-      " HxW=",
-      HxW);
+      "gn_override: needs N >= 0, C > 0 and HxW > 0, got N=" +
+          std::to_string(N) + " C=" + std::to_string(C) +
+          " HxW=" + std::to_string(HxW));
   TORCH_CHECK_VALUE(
       num_groups > 0 && C % num_groups == 0,
-      "gn_override: num_groups must divide C=",
-      C,
-      ", got ",
-      num_groups);
+      "gn_override: num_groups must divide C=" + std::to_string(C) + ", got " +
+          std::to_string(num_groups));
   TORCH_CHECK_VALUE(
       alignment == 1 || alignment == 2 || alignment == 4 || alignment == 8 ||
           alignment == 16,
-      "gn_override: alignment must be 1, 2, 4, 8 or 16 bytes, got ",
-      alignment);
+      "gn_override: alignment must be 1, 2, 4, 8 or 16 bytes, got " +
+          std::to_string(alignment));
   Problem problem;
   problem.device = device == "cuda" ? DeviceType::kCUDA : DeviceType::kCPU;
   problem.direction = backward ? Direction::kBackward : Direction::kForward;
@@ -181,11 +175,26 @@ std::string explain_shape(
   problem.HxW = HxW;
   problem.G = num_groups;
   problem.channels_last = channels_last && C > 1 && HxW > 1;
-  problem.alignment = static_cast<int>(
-      std::max<int64_t>(alignment, size_of(problem.dtype)));
+  problem.alignment =
+      static_cast<int>(std::max<int64_t>(alignment, size_of(problem.dtype)));
   const PlanningDevice planning = planning_device(problem.device);
   return explain_on(problem, planning.device, planning.name);
 }
+
+#if GN_OVERRIDE_WITH_CUDA
+void pin_plans_op(
+    int64_t columns,
+    int64_t splits,
+    int64_t threads,
+    bool two_pass) {
+  pin_plans({
+      .columns = static_cast<int>(columns),
+      .splits = static_cast<int>(splits),
+      .threads = static_cast<int>(threads),
+      .two_pass = two_pass,
+  });
+}
+#endif
 
 std::string build_info() {
   std::string result = "{\"compiler\": \"";
@@ -218,6 +227,11 @@ TORCH_LIBRARY(gn_override, m) {
       "int alignment) -> str",
       explain_shape);
   m.def("build_info() -> str", build_info);
+#if GN_OVERRIDE_WITH_CUDA
+  m.def(
+      "pin_plans(int columns, int splits, int threads, bool two_pass) -> ()",
+      pin_plans_op);
+#endif
 }
 
 } // namespace

@@ -29,11 +29,12 @@ int attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+std::array<std::once_flag, kMaxDevices> once;
+std::array<Device, kMaxDevices> devices;
+
 } // namespace
 
 const Device& cuda_device(int index) {
-  static std::array<std::once_flag, kMaxDevices> once;
-  static std::array<Device, kMaxDevices> devices;
   TORCH_CHECK(
       index >= 0 && index < kMaxDevices,
       "gn_override: CUDA device index ",
@@ -48,8 +49,17 @@ const Device& cuda_device(int index) {
     device.shared_memory_per_block =
         attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
     device.l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+    C10_CUDA_CHECK(count_clusters(device.clusters));
   });
   return devices[index];
+}
+
+void pin_plans(const Pins& pins) {
+  for (int index = 0; index < c10::cuda::device_count(); ++index) {
+    cuda_device(index); // fills in the rest
+    devices[index].pins = pins;
+  }
 }
 
 const Device* current_cuda_device() {

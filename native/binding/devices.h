@@ -10,6 +10,8 @@ Device cpu_device();
 #if GN_OVERRIDE_WITH_CUDA
 // Figures of a CUDA device, read once per device and process.
 const Device& cuda_device(int index);
+// Pins plans on every device, for tuning runs. Not while other threads run.
+void pin_plans(const Pins& pins);
 // The current device's, or null where there is no GPU or driver.
 const Device* current_cuda_device();
 #endif

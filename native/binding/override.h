@@ -5,8 +5,8 @@
 //     struct Guard { explicit Guard(const at::Tensor& X); };  // current device
 //     static const Device& device(const at::Tensor& X);
 //     static at::Tensor empty(sizes, strides, dtype, const at::Tensor& X);
-//     static double eps(double eps, at::ScalarType type);  // as stock rounds it
-//     static void run(const Problem&, const Plan&, const ForwardArguments&);
+//     static double eps(double eps, at::ScalarType type);  // as stock rounds
+//     it static void run(const Problem&, const Plan&, const ForwardArguments&);
 //     static void run(const Problem&, const Plan&, const BackwardArguments&);
 //     static Result stock_forward(...);   // same arguments as the native op
 //     static Result stock_backward(...);
@@ -65,8 +65,7 @@ Result forward(
   if (!is_on()) {
     return stock(RawLayoutScope::is_open() ? X.contiguous() : X);
   }
-  const Classified call =
-      classify_forward(X, gamma, beta, N, C, HxW, group);
+  const Classified call = classify_forward(X, gamma, beta, N, C, HxW, group);
   if (call.declined) {
     return declined(call.declined);
   }

@@ -105,6 +105,8 @@ struct ParameterKernels {
 
 struct Kernels {
   const char* name;
+  // totals += sums, `count` of them.
+  void (*add_totals)(const double* sums, int64_t count, double* totals);
   ElementKernels element[4]; // by DType
   ParameterKernels parameter[4]; // by DType
 };

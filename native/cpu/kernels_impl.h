@@ -84,6 +84,7 @@ inline void add_moments(
   const A inverse = A(1) / static_cast<A>(rows_before + R);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
     V x[R];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       x[r] = load<kTail>(X + r * stride + v, n);
     }
@@ -91,6 +92,7 @@ inline void add_moments(
     V sum2{};
     if constexpr (kFirst) {
       old_mean = x[0];
+#pragma GCC unroll 8
       for (int r = 1; r < R; ++r) {
         old_mean += x[r];
       }
@@ -100,6 +102,7 @@ inline void add_moments(
       sum2 = load<kTail>(M2 + v, n);
     }
     V sum{};
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const V deviation = x[r] - old_mean;
       sum += deviation;
@@ -218,6 +221,7 @@ inline void normalise_rows(
     const V m = load(center + v);
     const V a = load(scale + v);
     const V b = load(shift + v);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const V x = load<kTail>(X + r * stride + v, n);
       store<kTail>(Y + r * stride + v, n, fma(x - m, a, b));
@@ -264,6 +268,7 @@ inline void add_gradient_sums(
     const V m = load(center + v);
     V sum_X{};
     V sum_1{};
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const V dy = load<kTail>(dY + r * stride + v, n);
       const V x = load<kTail>(X + r * stride + v, n);
@@ -366,6 +371,7 @@ inline void input_gradient_rows(
     const V a = load(dY_scale + v);
     const V b = load(X_scale + v);
     const V c = load(shift + v);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const V dy = load<kTail>(dY + r * stride + v, n);
       const V x = load<kTail>(X + r * stride + v, n);
@@ -420,22 +426,63 @@ inline const A* partial(const Sample& sample, int64_t chunk, int which) {
   return as<A>(sample.partials) + (2 * chunk + which) * sample.stride;
 }
 
+inline double add_lanes(DoubleVector lanes) {
+  double total = 0;
+#pragma GCC unroll 8
+  for (int64_t lane = 0; lane < kDoubleLanes; ++lane) {
+    total += lanes[lane];
+  }
+  return total;
+}
+
 inline double sum(const double* values, int64_t count) {
   DoubleVector lanes{};
   int64_t i = 0;
   for (; i + kDoubleLanes <= count; i += kDoubleLanes) {
     lanes += load(values + i);
   }
-  double total = 0;
+  double total = i > 0 ? add_lanes(lanes) : 0;
   for (; i < count; ++i) {
     total += values[i];
   }
-  if (count >= kDoubleLanes) {
-    for (int64_t lane = 0; lane < kDoubleLanes; ++lane) {
-      total += lanes[lane];
-    }
+  return total;
+}
+
+template <typename A>
+inline double dot(const A* a, const double* b, int64_t count) {
+  DoubleVector lanes{};
+  int64_t i = 0;
+  for (; i + kDoubleLanes <= count; i += kDoubleLanes) {
+    lanes += load_double(a + i) * load(b + i);
+  }
+  double total = i > 0 ? add_lanes(lanes) : 0;
+  for (; i < count; ++i) {
+    total += static_cast<double>(a[i]) * b[i];
   }
   return total;
+}
+
+template <typename A>
+inline void fill(A* array, int64_t count, A value) {
+  const auto v = broadcast<Vector<A>>(value);
+  int64_t i = 0;
+  for (; i + kLanes<A> <= count; i += kLanes<A>) {
+    store(array + i, v);
+  }
+  for (; i < count; ++i) {
+    array[i] = value;
+  }
+}
+
+template <typename A>
+inline void multiply(A* array, int64_t count, A factor) {
+  int64_t i = 0;
+  for (; i + kLanes<A> <= count; i += kLanes<A>) {
+    store(array + i, load(array + i) * factor);
+  }
+  for (; i < count; ++i) {
+    array[i] *= factor;
+  }
 }
 
 // The first of the fold copies of [begin, end) to the others.
@@ -482,10 +529,7 @@ void finish_statistics(
     store<kTail>(sums + v, n, total);
   });
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
-    const double m = sum(sums + g * D, D) / count;
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
-      means[c] = m;
-    }
+    fill(means + g * D, D, sum(sums + g * D, D) / count);
   }
   for_columns<kDoubleLanes>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
     const DoubleVector m = load<kTail>(means + v, n);
@@ -504,11 +548,9 @@ void finish_statistics(
     const A rest = static_cast<A>(m - static_cast<double>(rounded));
     store_one(mean + g, rounded);
     store_one(rstd + g, static_cast<A>(r));
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
-      center[c] = rounded;
-      scale[c] = static_cast<A>(r);
-      shift[c] = rest;
-    }
+    fill(center + g * D, D, rounded);
+    fill(scale + g * D, D, static_cast<A>(r));
+    fill(shift + g * D, D, rest);
   }
   for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
     using V = Vector<A>;
@@ -536,10 +578,7 @@ void expand_mean(const Sample& sample, const void* mean_, void* center_) {
   A* center = as<A>(center_);
   const int64_t D = sample.D;
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
-    const A m = load_one(mean + g);
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
-      center[c] = m;
-    }
+    fill(center + g * D, D, load_one(mean + g));
   }
   copy_folds(
       center,
@@ -580,6 +619,7 @@ void finish_sums(
     store<kTail>(dgamma + v, n, sum_X);
     store<kTail>(dbeta + v, n, sum_1);
   });
+  // dY_scale holds gamma until its sums are known.
   for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
     store<kTail>(
         dY_scale + v,
@@ -587,26 +627,26 @@ void finish_sums(
         gamma ? load<kTail>(gamma + v, n) : broadcast<Vector<A>>(A(1)));
   });
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
-    const double r = static_cast<double>(load_one(rstd + g));
-    double sum_X = 0;
-    double sum_1 = 0;
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
-      sum_X += static_cast<double>(dY_scale[c]) * dgamma[c];
-      sum_1 += static_cast<double>(dY_scale[c]) * dbeta[c];
-    }
-    const A a = static_cast<A>(r);
-    const A b = static_cast<A>(-r * r * r * sum_X / count);
-    const A c0 = static_cast<A>(-r * sum_1 / count);
-    for (int64_t c = g * D; c < (g + 1) * D; ++c) {
-      dgamma[c] *= r;
-      dY_scale[c] *= a;
-      X_scale[c] = b;
-      shift[c] = c0;
-    }
+    const int64_t c = g * D;
+    const A rounded = load_one(rstd + g);
+    const double r = static_cast<double>(rounded);
+    const double sum_X = dot(dY_scale + c, dgamma + c, D);
+    const double sum_1 = dot(dY_scale + c, dbeta + c, D);
+    multiply(dgamma + c, D, r);
+    multiply(dY_scale + c, D, rounded);
+    fill(X_scale + c, D, static_cast<A>(-r * r * r * sum_X / count));
+    fill(shift + c, D, static_cast<A>(-r * sum_1 / count));
   }
   copy_folds(dY_scale, begin, end, sample.C, sample.fold);
   copy_folds(X_scale, begin, end, sample.C, sample.fold);
   copy_folds(shift, begin, end, sample.C, sample.fold);
+}
+
+inline void add_totals(const double* sums, int64_t count, double* totals) {
+  for_columns<kDoubleLanes>(0, count, [&]<bool kTail>(int64_t v, int64_t n) {
+    store<kTail>(
+        totals + v, n, load<kTail>(totals + v, n) + load<kTail>(sums + v, n));
+  });
 }
 
 template <typename P>
@@ -634,6 +674,7 @@ constexpr cpu::ParameterKernels parameter_kernels() {
 constexpr cpu::Kernels make_kernels(const char* name) {
   return {
       name,
+      add_totals,
       {element_kernels<float>(),
        element_kernels<double>(),
        element_kernels<Half>(),

@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -79,13 +79,6 @@ template <typename T>
 constexpr int64_t kLanes =
     kVectorBytes / static_cast<int64_t>(sizeof(Accumulator<T>));
 
-template <typename V, typename T>
-inline V load_bits(const T* p) {
-  V v;
-  __builtin_memcpy(&v, p, sizeof(v));
-  return v;
-}
-
 // a * b + c, rounded once where the instruction set has it.
 inline FloatVector fma(FloatVector a, FloatVector b, FloatVector c) {
 #if defined(__AVX512F__)
@@ -112,92 +105,129 @@ inline V broadcast(S value) {
   return V{} + value;
 }
 
-inline FloatVector widen(UInt16Vector bits, BFloat16) {
-  const auto wide = __builtin_convertvector(bits, UInt32Vector);
-  return (FloatVector)(wide << 16);
-}
-
-// Round to nearest, ties to even; every NaN becomes the quiet one.
-inline UInt16Vector narrow(FloatVector v, BFloat16) {
-  const auto bits = (UInt32Vector)v;
-  const UInt32Vector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const UInt32Vector nan = UInt32Vector{} + 0x7fc0u;
-  return __builtin_convertvector(v == v ? rounded : nan, UInt16Vector);
-}
-
+// 16-bit integers to the low halves of 32-bit ones and back. Intrinsics, since
+// GCC 12 takes __builtin_convertvector apart into smaller vectors. Those of
+// AVX-512 have all-ones masks: GCC 12 warns of its own headers in the others.
+inline UInt32Vector load_bits(const uint16_t* p) {
 #if defined(__AVX512F__)
-// All-ones masks: the forms without a mask make GCC 12 warn of its own headers.
-inline FloatVector widen(UInt16Vector bits, Half) {
-  return _mm512_maskz_cvtph_ps(0xffff, (__m256i)bits);
-}
-inline UInt16Vector narrow(FloatVector v, Half) {
-  return (UInt16Vector)_mm512_maskz_cvtps_ph(
-      0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-#elif defined(__F16C__)
-inline FloatVector widen(UInt16Vector bits, Half) {
-  return _mm256_cvtph_ps((__m128i)bits);
-}
-inline UInt16Vector narrow(FloatVector v, Half) {
-  return (UInt16Vector)_mm256_cvtps_ph(
-      v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
+  return (UInt32Vector)_mm512_maskz_cvtepu16_epi32(
+      0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return (UInt32Vector)_mm256_cvtepu16_epi32(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__SSE2__)
+  return (UInt32Vector)_mm_unpacklo_epi16(
+      _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)),
+      _mm_setzero_si128());
 #else
-// Exponent and fraction move to float's places; the product with 2^112 then
-// corrects the exponent's bias, and makes subnormals normal.
-inline FloatVector widen(UInt16Vector bits, Half) {
-  const auto wide = __builtin_convertvector(bits, UInt32Vector);
-  const UInt32Vector sign = (wide & 0x8000u) << 16;
-  const UInt32Vector magnitude = (wide & 0x7fffu) << 13;
-  const auto scaled = (UInt32Vector)((FloatVector)magnitude * 0x1p112f);
-  const UInt32Vector special = magnitude | 0x7f800000u;
-  return (FloatVector)(sign | (magnitude < 0x0f800000u ? scaled : special));
+  UInt16Vector v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return __builtin_convertvector(v, UInt32Vector);
+#endif
 }
 
-inline UInt16Vector narrow(FloatVector v, Half) {
-  const auto bits = (UInt32Vector)v;
-  const UInt32Vector sign = (bits >> 16) & 0x8000u;
-  const UInt32Vector magnitude = bits & 0x7fffffffu;
-  // Normal numbers: rebias the exponent, round to nearest even in the carry. A
-  // carry out of the largest one gives infinity, as it should.
-  const UInt32Vector normal =
-      (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // Subnormal ones: the unit in the last place of [0.5, 1) is that of half's
-  // subnormals, so the addition rounds.
-  const auto shifted = (UInt32Vector)((FloatVector)magnitude + 0.5f);
-  const UInt32Vector subnormal = shifted - 0x3f000000u;
-  const UInt32Vector infinity = UInt32Vector{} + 0x7c00u;
-  const UInt32Vector nan = UInt32Vector{} + 0x7e00u;
-  UInt32Vector result = magnitude < 0x38800000u ? subnormal : normal;
-  result = magnitude >= 0x47800000u ? infinity : result;
-  result = magnitude > 0x7f800000u ? nan : result;
-  return __builtin_convertvector(sign | result, UInt16Vector);
-}
+inline void store_bits(uint16_t* p, UInt32Vector v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(p),
+      _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)v));
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(p),
+      _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#elif defined(__SSE2__)
+  // The pack saturates signed numbers: extend the sign of the low half first.
+  const __m128i low = _mm_srai_epi32(_mm_slli_epi32((__m128i)v, 16), 16);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(low, low));
+#else
+  const auto narrowed = __builtin_convertvector(v, UInt16Vector);
+  __builtin_memcpy(p, &narrowed, sizeof(narrowed));
 #endif
+}
 
 // Full vectors, of any alignment.
 inline FloatVector load(const float* p) {
-  return load_bits<FloatVector>(p);
+  FloatVector v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
 }
-inline DoubleVector load(const double* p) {
-  return load_bits<DoubleVector>(p);
-}
-template <typename T>
-inline FloatVector load(const T* p) {
-  return widen(load_bits<UInt16Vector>(p), T{});
-}
-
 inline void store(float* p, FloatVector v) {
   __builtin_memcpy(p, &v, sizeof(v));
+}
+
+inline DoubleVector load(const double* p) {
+  DoubleVector v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
 }
 inline void store(double* p, DoubleVector v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
-template <typename T>
-inline void store(T* p, FloatVector v) {
-  const UInt16Vector bits = narrow(v, T{});
-  __builtin_memcpy(p, &bits, sizeof(bits));
+
+inline FloatVector load(const BFloat16* p) {
+  return (FloatVector)(load_bits(&p->bits) << 16);
 }
+// Round to nearest, ties to even; every NaN becomes the quiet one.
+inline void store(BFloat16* p, FloatVector v) {
+  const auto bits = (UInt32Vector)v;
+  const UInt32Vector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const UInt32Vector nan = UInt32Vector{} + 0x7fc0u;
+  store_bits(&p->bits, v == v ? rounded : nan);
+}
+
+#if defined(__AVX512F__)
+inline FloatVector load(const Half* p) {
+  return _mm512_maskz_cvtph_ps(
+      0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store(Half* p, FloatVector v) {
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(p),
+      _mm512_maskz_cvtps_ph(
+          0xffff, v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__AVX2__)
+inline FloatVector load(const Half* p) {
+  return _mm256_cvtph_ps(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store(Half* p, FloatVector v) {
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(p),
+      _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#else
+// Exponent and fraction move to float's places; the product with 2^112 then
+// corrects the exponent's bias, and makes subnormals normal.
+inline FloatVector load(const Half* p) {
+  const auto bits = (Int32Vector)load_bits(&p->bits);
+  const Int32Vector sign = (bits & 0x8000) << 16;
+  const Int32Vector magnitude = (bits & 0x7fff) << 13;
+  const auto scaled = (Int32Vector)((FloatVector)magnitude * 0x1p112f);
+  const Int32Vector special = magnitude | 0x7f800000;
+  return (FloatVector)(sign | (magnitude < 0x0f800000 ? scaled : special));
+}
+inline void store(Half* p, FloatVector v) {
+  const auto bits = (Int32Vector)v;
+  const Int32Vector sign = (bits >> 16) & 0x8000;
+  const Int32Vector magnitude = bits & 0x7fffffff;
+  // Normal numbers: rebias the exponent, round to nearest even in the carry. A
+  // carry out of the largest one gives infinity, as it should.
+  const Int32Vector normal =
+      (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Subnormal ones: the unit in the last place of [0.5, 1) is that of half's
+  // subnormals, so the addition rounds.
+  const auto shifted = (Int32Vector)((FloatVector)magnitude + 0.5f);
+  const Int32Vector infinity = Int32Vector{} + 0x7c00;
+  const Int32Vector nan = Int32Vector{} + 0x7e00;
+  Int32Vector result =
+      magnitude < 0x38800000 ? shifted - 0x3f000000 : normal;
+  result = magnitude >= 0x47800000 ? infinity : result;
+  result = magnitude > 0x7f800000 ? nan : result;
+  store_bits(&p->bits, (UInt32Vector)(sign | result));
+}
+#endif
 
 // The first n elements, 0 < n < lanes; nothing after them is touched, and the
 // other lanes are zero.
@@ -205,24 +235,31 @@ inline void store(T* p, FloatVector v) {
 inline FloatVector load_first(const float* p, int64_t n) {
   return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << n) - 1), p);
 }
-inline DoubleVector load_first(const double* p, int64_t n) {
-  return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1 << n) - 1), p);
-}
-template <typename T>
-inline FloatVector load_first(const T* p, int64_t n) {
-  const auto mask = static_cast<__mmask16>((1 << n) - 1);
-  return widen((UInt16Vector)_mm256_maskz_loadu_epi16(mask, p), T{});
-}
 inline void store_first(float* p, int64_t n, FloatVector v) {
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1 << n) - 1), v);
+}
+inline DoubleVector load_first(const double* p, int64_t n) {
+  return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1 << n) - 1), p);
 }
 inline void store_first(double* p, int64_t n, DoubleVector v) {
   _mm512_mask_storeu_pd(p, static_cast<__mmask8>((1 << n) - 1), v);
 }
+// Halves and bfloat16s: a masked copy of their bits.
+template <typename T>
+inline FloatVector load_first(const T* p, int64_t n) {
+  const auto mask = static_cast<__mmask16>((1 << n) - 1);
+  T all[kLanes<T>];
+  _mm256_storeu_si256(
+      reinterpret_cast<__m256i*>(all), _mm256_maskz_loadu_epi16(mask, p));
+  return load(all);
+}
 template <typename T>
 inline void store_first(T* p, int64_t n, FloatVector v) {
   const auto mask = static_cast<__mmask16>((1 << n) - 1);
-  _mm256_mask_storeu_epi16(p, mask, (__m256i)narrow(v, T{}));
+  T all[kLanes<T>];
+  store(all, v);
+  _mm256_mask_storeu_epi16(
+      p, mask, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(all)));
 }
 #else
 template <typename T>
@@ -266,14 +303,15 @@ inline DoubleVector load_double(const double* p) {
   return load(p);
 }
 inline DoubleVector load_double(const float* p) {
-  return __builtin_convertvector(load_bits<HalfFloatVector>(p), DoubleVector);
-}
-inline void store_double(double* p, DoubleVector v) {
-  store(p, v);
-}
-inline void store_double(float* p, DoubleVector v) {
-  const auto narrowed = __builtin_convertvector(v, HalfFloatVector);
-  __builtin_memcpy(p, &narrowed, sizeof(narrowed));
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(p));
+#elif defined(__AVX2__)
+  return _mm256_cvtps_pd(_mm_loadu_ps(p));
+#else
+  HalfFloatVector v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return __builtin_convertvector(v, DoubleVector);
+#endif
 }
 
 // One element.

@@ -15,6 +15,13 @@ template <typename T>
 using Accumulator =
     std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// Whether a (X - mean) + b may be computed as a X + (b - a mean). That cancels
+// where |mean| is large against the deviation, but two-byte data cannot hold a
+// deviation of less than 2^-11 of its mean: the error stays below the rounding
+// of the result.
+template <typename T>
+constexpr bool kFoldsMean = sizeof(T) == 2;
+
 template <typename T>
 __device__ __forceinline__ Accumulator<T> widen(T value) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -45,6 +52,12 @@ struct alignas(2 * sizeof(Acc)) Pair {
   Acc second;
 };
 
+// kVector consecutive channels of one pixel.
+template <typename T, int kVector>
+struct alignas(sizeof(T) * kVector) Vector {
+  T channel[kVector];
+};
+
 // gamma, beta, mean, rstd and their gradients have X's dtype or, where X is
 // half or bfloat16, may be float. They are touched once a thread, so a branch
 // is cheaper than twice the kernels.
@@ -64,6 +77,36 @@ struct ParameterIn {
     }
     return widen(static_cast<const T*>(data)[i]);
   }
+
+  // Elements i to i + kVector - 1.
+  template <int kVector>
+  __device__ void
+  read(int i, Accumulator<T> otherwise, Accumulator<T> (&out)[kVector]) const {
+    const T* const address = static_cast<const T*>(data) + i;
+    if (data != nullptr && (sizeof(T) > 2 || !is_float) &&
+        reinterpret_cast<uintptr_t>(address) % sizeof(Vector<T, kVector>) ==
+            0) {
+      const auto packed = *reinterpret_cast<const Vector<T, kVector>*>(address);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        out[j] = widen(packed.channel[j]);
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      out[j] = at(i + j, otherwise);
+    }
+  }
+
+  // Brings element i to the L2 cache.
+  __device__ void prefetch(int i) const {
+    if (data != nullptr) {
+      const auto* const address = static_cast<const char*>(data) +
+          i * (sizeof(T) == 2 && is_float ? sizeof(float) : sizeof(T));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+    }
+  }
 };
 
 template <typename T>
@@ -80,12 +123,6 @@ struct ParameterOut {
     }
     static_cast<T*>(data)[i] = narrow<T>(value);
   }
-};
-
-// kVector consecutive channels of one pixel.
-template <typename T, int kVector>
-struct alignas(sizeof(T) * kVector) Vector {
-  T channel[kVector];
 };
 
 template <int kBytes>
@@ -115,8 +152,8 @@ template <Reuse kReuse, typename T, int kVector>
 __device__ __forceinline__ Vector<T, kVector> load(const T* address) {
   using W = typename Word<sizeof(T) * kVector>::type;
   const W* word_address = reinterpret_cast<const W*>(address);
-  const W word = kReuse == Reuse::kStream ? __ldcs(word_address)
-                                          : __ldg(word_address);
+  const W word =
+      kReuse == Reuse::kStream ? __ldcs(word_address) : __ldg(word_address);
   Vector<T, kVector> result;
   memcpy(&result, &word, sizeof(word));
   return result;
@@ -157,6 +194,15 @@ __device__ __forceinline__ Vector<T, kVector> narrow_all(
     }
   }
   return result;
+}
+
+// 1 / value, to within two units in the last place.
+__device__ __forceinline__ float reciprocal(float value) {
+  return __fdividef(1.0f, value);
+}
+
+__device__ __forceinline__ double reciprocal(double value) {
+  return 1 / value;
 }
 
 __device__ __forceinline__ float reciprocal_sqrt(float value) {

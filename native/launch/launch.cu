@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "native/kernels/reduce.cuh"
+#include "native/launch/resident.h"
 #include "native/launch/two_pass.h"
 
 namespace gn_override {
@@ -25,19 +27,73 @@ cudaError_t with_dtype(const Problem& problem, F f) {
   return cudaErrorInvalidValue;
 }
 
+// Takes a multiprocessor's shared memory and nothing else.
+__global__ void occupy() {}
+
 } // namespace
+
+cudaError_t count_clusters(std::array<int, 5>& clusters) {
+  clusters = {};
+  int device = 0;
+  int multiprocessors = 0;
+  int capability = 0;
+  int shared_bytes = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const auto get = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&value, attribute, device);
+    }
+  };
+  get(multiprocessors, cudaDevAttrMultiProcessorCount);
+  get(capability, cudaDevAttrComputeCapabilityMajor);
+  get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  clusters[0] = multiprocessors;
+  if (error != cudaSuccess || capability < 9) {
+    return error;
+  }
+  error = cudaFuncSetAttribute(
+      occupy, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(
+        occupy, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  for (size_t i = 1; i < clusters.size() && error == cudaSuccess; ++i) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 1u << i;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(1u << i);
+    config.blockDim = dim3(kWarpSize);
+    config.dynamicSmemBytes = shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&clusters[i], occupy, &config) !=
+        cudaSuccess) {
+      clusters[i] = 0; // larger than the device supports
+      cudaGetLastError();
+      break;
+    }
+  }
+  return error;
+}
 
 cudaError_t launch_forward(
     const Problem& problem,
     const Plan& plan,
     const ForwardArguments& arguments,
     cudaStream_t stream) {
-  if (plan.scheme != Scheme::kTwoPass) {
-    return cudaErrorInvalidValue;
-  }
   return with_dtype(problem, [&](auto element) {
-    return two_pass_forward<decltype(element)>(
-        problem, plan, arguments, stream);
+    using T = decltype(element);
+    switch (plan.scheme) {
+      case Scheme::kResident:
+        return resident_forward<T>(problem, plan, arguments, stream);
+      case Scheme::kTwoPass:
+        return two_pass_forward<T>(problem, plan, arguments, stream);
+      default:
+        return cudaErrorInvalidValue;
+    }
   });
 }
 
@@ -46,12 +102,19 @@ cudaError_t launch_backward(
     const Plan& plan,
     const BackwardArguments& arguments,
     cudaStream_t stream) {
-  if (plan.scheme != Scheme::kTwoPass) {
-    return cudaErrorInvalidValue;
+  if (!problem.want_dX && !problem.want_dgamma && !problem.want_dbeta) {
+    return cudaSuccess;
   }
   return with_dtype(problem, [&](auto element) {
-    return two_pass_backward<decltype(element)>(
-        problem, plan, arguments, stream);
+    using T = decltype(element);
+    switch (plan.scheme) {
+      case Scheme::kResident:
+        return resident_backward<T>(problem, plan, arguments, stream);
+      case Scheme::kTwoPass:
+        return two_pass_backward<T>(problem, plan, arguments, stream);
+      default:
+        return cudaErrorInvalidValue;
+    }
   });
 }
 

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+
 #include "native/plan/arguments.h"
 #include "native/plan/plan.h"
 
@@ -20,5 +22,8 @@ cudaError_t launch_backward(
     const Plan& plan,
     const BackwardArguments& arguments,
     cudaStream_t stream);
+
+// Device::clusters of the current device.
+cudaError_t count_clusters(std::array<int, 5>& clusters);
 
 } // namespace gn_override

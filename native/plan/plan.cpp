@@ -1,6 +1,5 @@
 #include "native/plan/plan.h"
 
-#include <sstream>
 #include <string_view>
 
 #include "native/plan/policy.h"
@@ -70,63 +69,75 @@ Plan make_plan(const Problem& problem, const Device& device) {
   return Plan{};
 }
 
+// No iostreams here: a second copy of their locale data, linked in statically
+// by some compilers' runtimes, does not work inside a Python process.
 std::string to_string(const Problem& problem) {
-  std::ostringstream out;
-  out << (problem.device == DeviceType::kCUDA ? "cuda" : "cpu")
-      << (problem.direction == Direction::kForward ? " forward" : " backward")
-      << " N=" << problem.N << " C=" << problem.C << " HxW=" << problem.HxW
-      << " G=" << problem.G << ' ' << name(problem.dtype);
+  std::string out = problem.device == DeviceType::kCUDA ? "cuda" : "cpu";
+  out += problem.direction == Direction::kForward ? " forward" : " backward";
+  out += " N=" + std::to_string(problem.N);
+  out += " C=" + std::to_string(problem.C);
+  out += " HxW=" + std::to_string(problem.HxW);
+  out += " G=" + std::to_string(problem.G);
+  out += std::string(" ") + name(problem.dtype);
   if (problem.param_dtype != problem.dtype) {
-    out << " with " << name(problem.param_dtype) << " parameters";
+    out += std::string(" with ") + name(problem.param_dtype) + " parameters";
   }
-  out << (problem.channels_last ? " channels-last" : " NCHW");
+  out += problem.channels_last ? " channels-last" : " NCHW";
   if (problem.alignment < 16) {
-    out << " aligned to " << problem.alignment << " bytes";
+    out += " aligned to " + std::to_string(problem.alignment) + " bytes";
   }
-  return out.str();
+  return out;
 }
 
 std::string to_string(const Plan& plan) {
-  std::ostringstream out;
-  out << plan.rule;
-  if (plan.scheme == Scheme::kTwoPass) {
-    out << " vector=" << plan.vector << " columns=" << plan.columns
-        << " rows=" << plan.rows << " column_tiles=" << plan.column_tiles
-        << " splits=" << plan.splits
-        << " pixels_per_split=" << plan.pixels_per_split;
+  std::string out = plan.rule;
+  const auto field = [&](const char* label, int64_t value) {
+    out += std::string(" ") + label + "=" + std::to_string(value);
+  };
+  if (plan.scheme == Scheme::kResident || plan.scheme == Scheme::kTwoPass) {
+    field("vector", plan.vector);
+    field("columns", plan.columns);
+    field("rows", plan.rows);
+    field("column_tiles", plan.column_tiles);
+    field("splits", plan.splits);
+    field("pixels_per_split", plan.pixels_per_split);
+    field("threads", plan.threads);
+    field("shared_bytes", plan.shared_bytes);
+  }
+  if (plan.scheme == Scheme::kChannelsLastCPU) {
+    field("splits", plan.splits);
+    field("pixels_per_split", plan.pixels_per_split);
+    field("fold", plan.fold);
+    field("samples_per_batch", plan.samples_per_batch);
   }
   if (plan.workspace_bytes > 0) {
-    out << " workspace_bytes=" << plan.workspace_bytes;
+    field("workspace_bytes", static_cast<int64_t>(plan.workspace_bytes));
   }
-  return out.str();
+  return out;
 }
 
 std::string explain(const Problem& problem, const Device& device) {
-  std::ostringstream declined;
+  std::string declined;
   for (const Rule& rule : policy(problem.device)) {
     if (matches(rule, problem, device)) {
       Plan plan = rule.plan(problem, device);
       plan.rule = rule.name;
-      std::ostringstream out;
-      out << "{\"problem\": " << quoted(to_string(problem))
-          << ", \"rule\": " << quoted(rule.name)
-          << ", \"reason\": " << quoted(rule.reason)
-          << ", \"plan\": " << quoted(to_string(plan))
-          << ", \"workspace_bytes\": " << plan.workspace_bytes
-          << ", \"minimum_bytes\": " << minimum_bytes(problem)
-          << ", \"declined\": [" << declined.str() << "]}";
-      return out.str();
+      return "{\"problem\": " + quoted(to_string(problem)) +
+          ", \"rule\": " + quoted(rule.name) +
+          ", \"reason\": " + quoted(rule.reason) +
+          ", \"plan\": " + quoted(to_string(plan)) +
+          ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) +
+          ", \"minimum_bytes\": " + std::to_string(minimum_bytes(problem)) +
+          ", \"declined\": [" + declined + "]}";
     }
-    declined << (declined.tellp() > 0 ? ", " : "")
-             << "{\"rule\": " << quoted(rule.name) << ", \"failed\": [";
-    const char* separator = "";
+    std::string failed;
     for (const Condition& condition : rule.conditions) {
       if (!condition.holds(problem, device)) {
-        declined << separator << quoted(condition.text);
-        separator = ", ";
+        failed += (failed.empty() ? "" : ", ") + quoted(condition.text);
       }
     }
-    declined << "]}";
+    declined += std::string(declined.empty() ? "" : ", ") +
+        "{\"rule\": " + quoted(rule.name) + ", \"failed\": [" + failed + "]}";
   }
   return "{}";
 }

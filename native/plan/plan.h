@@ -17,6 +17,7 @@ namespace gn_override {
 
 enum class Scheme : uint8_t {
   kAten, // not ours: call the stock kernel
+  kResident, // CUDA: X stays in shared memory between the passes
   kTwoPass, // CUDA: statistics, then normalisation; X is read twice
   kChannelsLastCPU, // CPU: see native/cpu
 };
@@ -34,6 +35,8 @@ struct Plan {
   int column_tiles = 1;
   int splits = 1;
   int64_t pixels_per_split = 0;
+  int threads = 0; // of a block: rows * columns in whole warps
+  int64_t shared_bytes = 0; // dynamic, of a block
 
   // CPU, which cuts samples into `splits` runs of `pixels_per_split` too.
   int fold = 1; // pixels that are read as one row

@@ -10,13 +10,14 @@ namespace gn_override {
 
 namespace {
 
-// What a thread has read for the sums should still be in its cache when it reads
-// it again for the output; level-2 caches of servers are 1 to 2 MB. Up to this
-// size, a sample's operands are left to one thread, which saves the barriers.
-constexpr int64_t kOwnBytes = 1 << 20;
-
-// The same for samples that all threads work on together, for each of them.
-constexpr int64_t kBatchBytesPerThread = 512 << 10;
+// What has been read for the sums should still be in a cache when it is read
+// again for the output. Level-2 caches of servers are 1 to 2 MB a core, the
+// shared ones rarely below 16 MB. Barriers cost microseconds on an idle machine
+// and a time slice each on a busy one, so there should be few: a thread works
+// on samples of its own where that many samples fit the caches, and what all
+// threads work on together is as large as the caches allow.
+constexpr int64_t kCacheBytesPerThread = 1 << 20;
+constexpr int64_t kSharedCacheBytes = 16 << 20;
 
 // Bytes of a chunk at most: several chunks a thread and batch, so that threads
 // are loaded evenly.
@@ -45,19 +46,27 @@ constexpr int64_t kFoldedRow = 128;
 // at their end is a small part.
 constexpr int64_t kLongRow = 256;
 
+// Folded rows of a sample at least, so that what folding costs once a sample
+// (the parameters of the map are written `fold` times) is a small part.
+constexpr int64_t kLeastWholeRows = 8;
+constexpr int64_t kLeastFoldedRows = 64;
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
 // Pixels to a row: whole vectors (of 16 elements; the smaller ones divide it)
-// and enough of them, but at least eight rows to a sample.
+// and enough of them, where the sample has the pixels for it.
 int64_t fold_of(const Problem& problem) {
   if (problem.C > kLongRow) {
     return 1;
   }
   const int64_t whole = 16 / std::gcd<int64_t>(problem.C, 16);
-  const int64_t enough = ceil_div(kFoldedRow, whole * problem.C);
-  return std::clamp<int64_t>(problem.HxW / 8, 1, whole * enough);
+  const int64_t enough = whole * ceil_div(kFoldedRow, whole * problem.C);
+  if (problem.HxW >= enough * kLeastFoldedRows) {
+    return enough;
+  }
+  return std::clamp<int64_t>(problem.HxW / kLeastWholeRows, 1, whole);
 }
 
 Plan plan_channels_last(const Problem& problem, const Device& device) {
@@ -70,26 +79,26 @@ Plan plan_channels_last(const Problem& problem, const Device& device) {
   const int64_t least = problem.bytes() > kLargeBytes
       ? kLeastRowBytesWhereLarge / std::min<int64_t>(size_of(problem.dtype), 4)
       : kLeastRows;
-  const int64_t most = std::max(
-      least, std::min(kChunkBytes / row_bytes, kMostRows * fold));
+  const int64_t most =
+      std::max(least, std::min(kChunkBytes / row_bytes, kMostRows * fold));
   const int64_t wanted =
       ceil_div(problem.HxW, ceil_div(kLeastChunks, problem.N));
   const int64_t rows = std::clamp(wanted, least, most);
   const int64_t splits = ceil_div(problem.HxW, rows);
-  plan.pixels_per_split =
-      ceil_div(ceil_div(problem.HxW, splits), fold) * fold;
-  plan.splits =
-      static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
+  plan.pixels_per_split = ceil_div(ceil_div(problem.HxW, splits), fold) * fold;
+  plan.splits = static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
 
   const int64_t operands = problem.direction == Direction::kForward ? 1 : 2;
   const int64_t sample_bytes = operands * problem.HxW * row_bytes;
-  plan.slots = problem.N >= device.threads && sample_bytes <= kOwnBytes
+  const int64_t cache_bytes =
+      std::max(kCacheBytesPerThread * device.threads, kSharedCacheBytes);
+  plan.slots = problem.N >= device.threads &&
+          sample_bytes <= cache_bytes / device.threads
       ? device.threads
       : 0;
-  plan.samples_per_batch = std::clamp<int64_t>(
-      kBatchBytesPerThread * device.threads / sample_bytes, 1, problem.N);
-  plan.workspace_bytes =
-      static_cast<size_t>(CPUWorkspace(problem, plan).bytes);
+  plan.samples_per_batch =
+      std::clamp<int64_t>(cache_bytes / 2 / sample_bytes, 1, problem.N);
+  plan.workspace_bytes = static_cast<size_t>(CPUWorkspace(problem, plan).bytes);
   return plan;
 }
 
@@ -115,7 +124,8 @@ const std::array kRules{
         "channels_last",
         kChannelsLastConditions,
         plan_channels_last,
-        "every channels-last shape: a thread takes whole samples where they fit "
+        "every channels-last shape: a thread takes whole samples where they "
+        "fit "
         "its cache; else all threads share one, cut into chunks"},
     Rule{
         "aten",

@@ -1,5 +1,5 @@
-// The question that the planner answers: one group normalisation call, described
-// without torch and without CUDA.
+// The question that the planner answers: one group normalisation call,
+// described without torch and without CUDA.
 //
 // Conventions of everything under native/:
 //   N  samples      C  channels     HxW  pixels (product of all spatial sizes)
@@ -8,6 +8,7 @@
 //   mean, rstd      [N, G]          gamma, beta, dgamma, dbeta  [C]
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace gn_override {
@@ -62,6 +63,16 @@ struct Problem {
   }
 };
 
+// What a tuning run pins of the CUDA plans; 0 leaves it to the policy.
+struct Pins {
+  int columns = 0;
+  int splits = 0;
+  int threads = 0;
+  bool two_pass = false; // not the resident scheme
+
+  bool operator==(const Pins&) const = default;
+};
+
 // What the planner may know of the machine.
 struct Device {
   int threads = 1; // CPU: threads of the pool
@@ -69,6 +80,11 @@ struct Device {
   int compute_capability = 0; // CUDA: 10 * major + minor
   int64_t shared_memory_per_block = 0; // CUDA: bytes, opt-in limit
   int64_t l2_bytes = 0; // CUDA
+  // CUDA: clusters of 2^i blocks, each alone on its multiprocessor, that run at
+  // once; a GPC holds a whole number of them, so some multiprocessors stay
+  // idle. 0: not supported.
+  std::array<int, 5> clusters = {};
+  Pins pins; // CUDA
 
   bool operator==(const Device&) const = default;
 };

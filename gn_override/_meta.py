@@ -1,0 +1,197 @@
+"""Fake tensors: outputs get the strides that our kernels return.
+
+PyTorch's fake outputs disagree with these for some channels-last inputs, for which and how depends
+on the version: (N, C, L) with strides (C*L, 1, C) is contiguous to all of them, and 2.14 takes
+every CUDA output for contiguous. So FakeTensorMode asks here first. A call that our kernels would
+not take is left to PyTorch, and so is every call while the switch is off.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table, meta_table
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode, torch_decomp_decompositions
+
+from gn_override import _library
+
+_FORWARD = torch.ops.aten.native_group_norm.default
+_BACKWARD = torch.ops.aten.native_group_norm_backward.default
+
+_HALF = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float64, *_HALF)
+
+# Of the library that is loaded.
+_device_types = frozenset(_library.build_info()["backends"])
+
+
+def install() -> None:
+    """Puts the fake implementations in place; they answer from the first switch_changed() on."""
+    fake_impls.register_op_impl(_FORWARD)(_fake_forward)
+    fake_impls.register_op_impl(_BACKWARD)(_fake_backward)
+
+
+def switch_changed() -> None:
+    """Makes tracing follow the switch. To be called after each change of it.
+
+    Graphs that torch.compile made before are dropped: layouts that hold on one side of the switch
+    only are built into them.
+    """
+    for op in (_FORWARD, _BACKWARD):
+        # FakeTensorMode decomposes an operator before it asks its fake implementation, unless
+        # it finds the operator here.
+        if torch.ops.gn_override.is_enabled():
+            meta_table[op] = decomposition_table[op]
+        else:
+            meta_table.pop(op, None)
+    FakeTensorMode.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _fake_forward(
+    mode: FakeTensorMode,
+    func: torch._ops.OpOverload,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> Any:
+    given = [t for t in (weight, bias) if t is not None]
+    param_dtype = given[0].dtype if given else input.dtype
+    if not _takes(input, param_dtype, N, C, HxW, group) or not all(
+        t.ndim == 1 and _fits(t, input, param_dtype, C) for t in given
+    ):
+        return _stock(mode, func, input, weight, bias, N, C, HxW, group, eps)
+    with mode:
+        return (
+            _empty_channels_last(input),
+            input.new_empty((N, group), dtype=param_dtype),
+            input.new_empty((N, group), dtype=param_dtype),
+        )
+
+
+def _fake_backward(
+    mode: FakeTensorMode,
+    func: torch._ops.OpOverload,
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: list[bool],
+) -> Any:
+    param_dtype = mean.dtype
+    if (
+        not _takes(input, param_dtype, N, C, HxW, group)
+        or grad_out.shape != input.shape
+        or not _fits(grad_out, input, input.dtype, input.numel())
+        or not _fits(mean, input, param_dtype, N * group)
+        or not _fits(rstd, input, param_dtype, N * group)
+        or (weight is not None and not (weight.ndim == 1 and _fits(weight, input, param_dtype, C)))
+    ):
+        return _stock(
+            mode, func, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask
+        )
+    dtype = input.dtype if weight is None else weight.dtype
+    with mode:
+        return (
+            _empty_channels_last(input) if output_mask[0] else None,
+            input.new_empty((C,), dtype=dtype) if output_mask[1] else None,
+            input.new_empty((C,), dtype=dtype) if output_mask[2] else None,
+        )
+
+
+def _stock(mode: FakeTensorMode, func: torch._ops.OpOverload, *args: Any) -> Any:
+    """What FakeTensorMode does with the call where there is no entry in meta_table."""
+    if func not in meta_table:  # it has done so already
+        return NotImplemented
+    symbolic = any(
+        isinstance(a, torch.SymInt) or (isinstance(a, Tensor) and a._has_symbolic_sizes_strides)
+        for a in args
+    )
+    if symbolic or torch_decomp_decompositions(func):
+        with mode:
+            return decomposition_table[func](*args)
+    return NotImplemented
+
+
+# The rest mirrors native/binding/classify.cpp.
+
+
+def _takes(X: Tensor, param_dtype: torch.dtype, N: int, C: int, HxW: int, group: int) -> bool:
+    """Whether our kernels run a call with this input, as far as the input decides."""
+    return (
+        torch.ops.gn_override.is_enabled()
+        and X.device.type in _device_types
+        and _prefers_channels_last(X)
+        and X.shape[0] == N
+        and X.shape[1] == C
+        and X.numel() == N * C * HxW
+        and _guard_or_false(X.numel() != 0)
+        and group > 0
+        and C % group == 0
+        and X.dtype in _DTYPES
+        and (param_dtype == X.dtype or (X.dtype in _HALF and param_dtype == torch.float32))
+    )
+
+
+def _fits(tensor: Tensor, X: Tensor, dtype: torch.dtype, numel: int) -> bool:
+    return (
+        tensor.numel() == numel
+        and tensor.dtype == dtype
+        and tensor.device == X.device
+        and tensor.layout == torch.strided
+    )
+
+
+def _prefers_channels_last(X: Tensor) -> bool:
+    if X.layout != torch.strided or not 3 <= X.ndim <= 5:
+        return False
+    if torch._prims_common.is_contiguous_or_false(X):
+        return False
+    if all(
+        _guard_or_false(size == 1) or _guard_or_false(stride == expected)
+        for size, stride, expected in zip(
+            X.shape, X.stride(), _channels_last_strides(X), strict=True
+        )
+    ):
+        return True
+    return torch._prims_common.suggest_memory_format(X) in (
+        torch.channels_last,
+        torch.channels_last_3d,
+    )
+
+
+def _channels_last_strides(X: Tensor) -> list[int]:
+    strides = [0] * X.ndim
+    stride = 1
+    for d in (1, *range(X.ndim - 1, 1, -1), 0):
+        strides[d] = stride
+        stride = stride * X.shape[d]
+    return strides
+
+
+def _empty_channels_last(X: Tensor) -> Tensor:
+    return X.new_empty_strided(X.shape, _channels_last_strides(X))
+
+
+def _guard_or_false(condition: Any) -> bool:
+    """The condition; False where it hangs on sizes that are not known while tracing."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)

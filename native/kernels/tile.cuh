@@ -1,0 +1,166 @@
+// How the kernels cut [N, HxW, C] tensors.
+//
+// A block owns a tile: `columns` vectors of kVector channels, side by side,
+// times the pixels of one split of one sample. A thread keeps one column and
+// walks down every rows-th pixel, so that whatever D is, loads are up to 16
+// bytes wide and coalesced along C. Channels meet their groups only at the end
+// of the walk.
+#pragma once
+
+#include <cstdint>
+
+#include "native/kernels/fast_divisor.cuh"
+
+namespace gn_override {
+
+constexpr int kMaxThreads = 256;
+// Pixels that a thread loads before it uses the first.
+constexpr int kBatch = 4;
+// The same where a pixel is a vector of X and one of dY.
+constexpr int kBatchOfPairs = 2;
+// Blocks of kMaxThreads that shall fit a multiprocessor: with the batches
+// above, what is in flight covers the latency of memory.
+template <typename T>
+constexpr int kBlocksPerMultiprocessor = sizeof(T) == 8 ? 2 : 4;
+
+struct Shape {
+  int64_t N;
+  int64_t HxW;
+  int C;
+  int G;
+  FastDivisor D;
+};
+
+struct Tiling {
+  int64_t pixels_per_split;
+  FastDivisor splits;
+  FastDivisor columns;
+  FastDivisor rows;
+  FastDivisor column_tiles;
+  // Lanes that fold a segment together, a power of two up to 32.
+  int lanes_per_segment;
+};
+
+// Where a block, and within it a thread, works.
+struct Position {
+  int64_t n;
+  int64_t first_pixel; // of the split
+  int pixels; // of the split
+  int split;
+  int tile;
+  int column; // of the thread within the tile
+  int row;
+  int channel; // first of the thread's
+  bool active; // the thread has a row and channels
+
+  __device__ Position(
+      const Shape& shape,
+      const Tiling& tiling,
+      int vector,
+      int64_t n,
+      int split,
+      int tile)
+      : n(n), split(split), tile(tile) {
+    first_pixel = split * tiling.pixels_per_split;
+    const int64_t left = shape.HxW - first_pixel;
+    pixels = static_cast<int>(
+        left < tiling.pixels_per_split ? left : tiling.pixels_per_split);
+    const int columns = tiling.columns.divisor();
+    const int thread = threadIdx.x;
+    row = tiling.columns.quotient(thread);
+    column = thread - row * columns;
+    channel = (tile * columns + column) * vector;
+    active = row < tiling.rows.divisor() && channel < shape.C;
+  }
+
+  // Element of the thread's first pixel.
+  __device__ int64_t offset(const Shape& shape) const {
+    return (n * shape.HxW + first_pixel + row) * shape.C + channel;
+  }
+};
+
+// Blocks in memory order: tiles, then splits, then samples.
+__device__ __forceinline__ Position position_in_memory_order(
+    const Shape& shape,
+    const Tiling& tiling,
+    int vector,
+    int block) {
+  const int rest = tiling.column_tiles.quotient(block);
+  const int n = tiling.splits.quotient(rest);
+  return Position(
+      shape,
+      tiling,
+      vector,
+      n,
+      rest - n * tiling.splits.divisor(),
+      block - rest * tiling.column_tiles.divisor());
+}
+
+// How many of a split's pixels each row walks: `every`, and one more in the
+// first `longer` rows.
+struct PixelsOfRow {
+  int every;
+  int longer;
+
+  __device__ PixelsOfRow(const Tiling& tiling, int pixels)
+      : every(tiling.rows.quotient(pixels)),
+        longer(pixels - every * tiling.rows.divisor()) {}
+
+  __device__ int of(int row) const {
+    return every + (row < longer);
+  }
+};
+
+// Pixels that the thread walks.
+__device__ __forceinline__ int pixels_of_thread(
+    const Tiling& tiling,
+    const Position& at) {
+  return at.active ? PixelsOfRow(tiling, at.pixels).of(at.row) : 0;
+}
+
+// Calls enter(group) for the group of the thread's first channel and for each
+// new one, and f(j) for each of the channels channel + j.
+template <int kVector, typename Enter, typename F>
+__device__ __forceinline__ void
+for_each_channel(const Shape& shape, int channel, Enter enter, F f) {
+  int group = shape.D.quotient(channel);
+  int next = (group + 1) * shape.D.divisor();
+  enter(group);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    if (channel + j == next) {
+      ++group;
+      next += shape.D.divisor();
+      enter(group);
+    }
+    f(j);
+  }
+}
+
+// Walks the items of a [height, width] array in steps of `step` without a
+// division per item.
+struct Walk {
+  int x;
+  int y;
+  int step_x;
+  int step_y;
+  int width;
+
+  __device__ Walk(int first, int step, int width)
+      : x(first % width),
+        y(first / width),
+        step_x(step % width),
+        step_y(step / width),
+        width(width) {}
+
+  __device__ void next() {
+    x += step_x;
+    y += step_y;
+    if (x >= width) {
+      x -= width;
+      ++y;
+    }
+  }
+};
+
+} // namespace gn_override

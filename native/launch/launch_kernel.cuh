@@ -1,0 +1,147 @@
+// One launch of a kernel, and what the schemes' launchers share.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <type_traits>
+
+#include "native/kernels/reduce.cuh"
+#include "native/kernels/tile.cuh"
+#include "native/launch/launch.h"
+
+namespace gn_override {
+
+struct LaunchShape {
+  unsigned blocks;
+  unsigned threads;
+  int64_t shared_bytes = 0; // dynamic
+  unsigned cluster = 1; // blocks of a cluster; more than one needs sm_90
+  // The kernel calls wait_for_previous_kernel() (see reduce.cuh) before it
+  // touches global memory, so it may start while the kernel before it ends.
+  bool overlaps_previous = false;
+};
+
+// Blocks of clusters larger than this have to be allowed, as has shared memory
+// beyond 48 KiB.
+constexpr unsigned kPortableCluster = 8;
+constexpr int64_t kDefaultSharedBytes = 48 * 1024;
+
+// Asks the driver once a kernel and device for what its launches may need.
+template <auto kKernel>
+cudaError_t allow_large_blocks(const LaunchShape& shape) {
+  if (shape.shared_bytes <= kDefaultSharedBytes &&
+      shape.cluster <= kPortableCluster) {
+    return cudaSuccess;
+  }
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<bool>, kMaxDevices> done;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess || (device < kMaxDevices && done[device])) {
+    return error;
+  }
+  int most = 0;
+  error = cudaDeviceGetAttribute(
+      &most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaFuncAttributes attributes;
+  if (error == cudaSuccess) {
+    error = cudaFuncGetAttributes(&attributes, kKernel);
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(
+        kKernel,
+        cudaFuncAttributeMaxDynamicSharedMemorySize,
+        most - static_cast<int>(attributes.sharedSizeBytes));
+  }
+  int capability = 0;
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(
+        &capability, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess && capability >= 9) {
+    error = cudaFuncSetAttribute(
+        kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess && device < kMaxDevices) {
+    done[device] = true;
+  }
+  return error;
+}
+
+template <auto kKernel, typename... Arguments>
+cudaError_t launch_kernel(
+    const LaunchShape& shape,
+    cudaStream_t stream,
+    Arguments... arguments) {
+  if (const cudaError_t error = allow_large_blocks<kKernel>(shape)) {
+    return error;
+  }
+  std::array<cudaLaunchAttribute, 2> attributes;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.blocks);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes.data();
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = shape.cluster;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+  }
+  if (shape.overlaps_previous) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  return cudaLaunchKernelEx(&config, kKernel, arguments...);
+}
+
+inline Shape shape_of(const Problem& problem) {
+  return {
+      problem.N,
+      problem.HxW,
+      static_cast<int>(problem.C),
+      static_cast<int>(problem.G),
+      FastDivisor(static_cast<int>(problem.D()))};
+}
+
+inline Tiling tiling_of(const Problem& problem, const Plan& plan) {
+  const int64_t segments = std::min<int64_t>(
+      problem.G, (plan.columns * plan.vector - 1) / problem.D() + 2);
+  int lanes = 1;
+  while (lanes < kWarpSize && 2 * lanes * segments <= plan.threads) {
+    lanes *= 2;
+  }
+  return {
+      plan.pixels_per_split,
+      FastDivisor(plan.splits),
+      FastDivisor(plan.columns),
+      FastDivisor(plan.rows),
+      FastDivisor(plan.column_tiles),
+      lanes};
+}
+
+inline unsigned blocks_of(const Problem& problem, const Plan& plan) {
+  return static_cast<unsigned>(problem.N * plan.splits * plan.column_tiles);
+}
+
+// Calls f with the plan's vector width as a compile-time constant: vectors of
+// kBytes, or of a power of two less, down to kNarrowest bytes.
+template <typename T, int kNarrowest, int kBytes = 16, typename F>
+cudaError_t with_vector(const Plan& plan, F f) {
+  constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
+  if constexpr (kVector == 0 || kBytes < kNarrowest) {
+    return cudaErrorInvalidValue;
+  } else if (plan.vector == kVector) {
+    return f(std::integral_constant<int, kVector>());
+  } else {
+    return with_vector<T, kNarrowest, kBytes / 2>(plan, f);
+  }
+}
+
+} // namespace gn_override

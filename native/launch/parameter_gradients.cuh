@@ -1,0 +1,34 @@
+// The last step of every scheme's backward pass.
+#pragma once
+
+#include "native/kernels/gradients.cuh"
+#include "native/launch/launch_kernel.cuh"
+
+namespace gn_override {
+
+// dgamma and dbeta, those that are wanted, from `rows` rows of sums.
+template <typename T>
+cudaError_t launch_parameter_gradients(
+    const Problem& problem,
+    int64_t rows,
+    const Pair<Accumulator<T>>* sums,
+    const BackwardArguments& arguments,
+    cudaStream_t stream) {
+  if (!problem.want_dgamma && !problem.want_dbeta) {
+    return cudaSuccess;
+  }
+  const bool is_float = problem.param_dtype == DType::kFloat;
+  return launch_kernel<parameter_gradients<T>>(
+      {.blocks = static_cast<unsigned>(
+           (problem.C + kParameterChannels - 1) / kParameterChannels),
+       .threads = kMaxThreads,
+       .overlaps_previous = true},
+      stream,
+      static_cast<int>(problem.C),
+      rows,
+      sums,
+      ParameterOut<T>{arguments.dgamma, is_float},
+      ParameterOut<T>{arguments.dbeta, is_float});
+}
+
+} // namespace gn_override

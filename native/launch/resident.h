@@ -1,0 +1,23 @@
+// The resident scheme's launches by element type: float, double, __half,
+// __nv_bfloat16 (instantiated in resident_*.cu).
+#pragma once
+
+#include "native/launch/launch.h"
+
+namespace gn_override {
+
+template <typename T>
+cudaError_t resident_forward(
+    const Problem& problem,
+    const Plan& plan,
+    const ForwardArguments& arguments,
+    cudaStream_t stream);
+
+template <typename T>
+cudaError_t resident_backward(
+    const Problem& problem,
+    const Plan& plan,
+    const BackwardArguments& arguments,
+    cudaStream_t stream);
+
+} // namespace gn_override

@@ -1,0 +1,790 @@
+"""Where calls go: the dispatcher's tables, autograd, transforms, fake tensors and tracing.
+
+What the kernels compute is in test_parity.py and test_cases.py; here the numbers only have to be
+stock's up to rounding, and the call has to reach our kernels, in the layout it came in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import BACKWARD, FORWARD, calls, is_channels_last, lay_out, override_off
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+import gn_override
+from gn_override import _library
+
+sys.path.append(str(Path(__file__).parent.parent))  # after what is installed
+conditions = importlib.import_module("codegen.conditions")
+model = importlib.import_module("codegen.model")
+
+aten = torch.ops.aten
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+CONDITIONS = conditions.evaluate()
+BACKENDS = _library.build_info()["backends"]
+
+# One of each rank that the kernels serve.
+SHAPES = [(2, 6, 7), (2, 6, 3, 5), (2, 6, 2, 3, 4)]
+RANKS = pytest.mark.parametrize("shape", SHAPES, ids=["NLC", "NHWC", "NDHWC"])
+AFFINE = pytest.mark.parametrize("affine", ["both", "none", "weight", "bias"])
+GROUPS = 3
+
+Operands = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def operands(
+    shape: tuple[int, ...],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.double,
+    affine: str = "both",
+    layout: str = "channels_last",
+    requires_grad: bool = True,
+) -> Operands:
+    """X, gamma, beta; what `affine` leaves out is None."""
+    X = lay_out(torch.randn(shape, dtype=dtype, device=device), layout)
+    gamma, beta = torch.randn(2, shape[1], dtype=dtype, device=device).unbind()
+    return tuple(
+        t.detach().requires_grad_(requires_grad) if wanted else None
+        for t, wanted in (
+            (X, True),
+            (gamma.clone(), affine in ("both", "weight")),
+            (beta.clone(), affine in ("both", "bias")),
+        )
+    )  # type: ignore[return-value]
+
+
+def norm(X: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> Tensor:
+    return F.group_norm(X, GROUPS, gamma, beta)
+
+
+def given(tensors: Operands) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def norm_of(tensors: Operands) -> Callable[..., Tensor]:
+    """group_norm as a function of the operands that are given."""
+
+    def function(*present: Tensor) -> Tensor:
+        rest = iter(present)
+        return norm(*(None if t is None else next(rest) for t in tensors))
+
+    return function
+
+
+def stock_on_nchw(function: Callable[..., Any], tensors: Operands) -> Any:
+    """What stock makes of the function on NCHW copies of the operands."""
+    copies = [t.detach().contiguous().requires_grad_(t.requires_grad) for t in given(tensors)]
+    with override_off():
+        return function(*copies)
+
+
+@contextlib.contextmanager
+def stock_limits(call: Callable[[], Any]) -> Iterator[None]:
+    """Expected failure, with stock's text, where the call inside fails and stock's does too."""
+    try:
+        yield
+    except RuntimeError as error:
+        with override_off():
+            try:
+                call()
+            except RuntimeError as stock_error:
+                if str(error) == str(stock_error):
+                    pytest.xfail(f"stock cannot do it either: {error}")
+        raise
+
+
+def taken(device: str) -> tuple[int, int]:
+    """Calls (forward, backward) that our kernels took; fails if aten got one."""
+    (forward, declined), (backward, also_declined) = calls(FORWARD, device), calls(BACKWARD, device)
+    assert (declined, also_declined) == (0, 0), torch.ops.gn_override.counters()
+    return forward, backward
+
+
+def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter that finds what this one finds; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "default", "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# --- the dispatcher's tables ------------------------------------------------------------------
+
+
+def overrides() -> list[Any]:
+    """What codegen/group_norm.yaml says of this build on this torch."""
+    return [
+        override
+        for override in model.load().overrides
+        if (override.build == "any" or override.build in BACKENDS)
+        and (override.when is None or CONDITIONS[override.when])
+    ]
+
+
+@pytest.mark.parametrize("op", sorted({str(o.schema.name) for o in model.load().overrides}))
+def test_tables(op: str) -> None:
+    """We are on top exactly where the YAML file says so."""
+    dump = torch._C._dispatch_dump(f"aten::{op}")
+    ours = set()
+    for line in dump.splitlines():
+        key, _, where = line.partition(": ")
+        if "native/binding/generated/register.cpp" in where:
+            ours.add(key.removesuffix("[alias]"))
+    assert ours == {o.key for o in overrides() if str(o.schema.name) == op}, dump
+
+
+def test_build_has_the_conditions_of_this_torch() -> None:
+    assert _library.build_info()["conditions"] == CONDITIONS
+    assert CONDITIONS["STOCK_DROPS_LAYOUT"] == (TORCH < (2, 14))
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_nothing_is_printed(switch: str) -> None:
+    """Neither by the import nor, through the C++ warning handler, by the registration."""
+    done = run_python(
+        "import gn_override, torch\n"
+        "x = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)\n"
+        "torch.nn.functional.group_norm(x, 2)\n",
+        GN_OVERRIDE=switch,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_warnings_come_through_after_the_import() -> None:
+    """The registration's silence ends with it."""
+    done = run_python("import gn_override, torch; torch._C._warn()")
+    assert "UserWarning" in done.stderr
+
+
+# --- the switch -------------------------------------------------------------------------------
+
+# Runs stock, or the override, over layouts and prints every result as bits and strides.
+DIGEST = """
+import json, sys, torch
+import torch.nn.functional as F
+{prepare}
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+def lay_out(t):
+    yield t
+    yield t.movedim(1, -1).contiguous().movedim(-1, 1)
+    yield t.movedim(0, -1).contiguous().movedim(-1, 0)
+
+def bits(t):
+    return None if t is None else [
+        list(t.stride()), str(t.dtype),
+        t.detach().contiguous().view(torch.uint8).flatten().tolist(),
+    ]
+
+results = []
+for shape in [(2, 6, 7), (2, 6, 3, 5), (2, 6, 2, 3, 4), (2, 6)]:
+    for dtype in (torch.float, torch.bfloat16):
+        gamma, beta = torch.randn(2, 6, dtype=dtype).unbind()
+        X, dY = torch.randn(2, *shape).to(dtype).unbind()
+        for X, dY in zip(lay_out(X), lay_out(dY)):
+            leaves = [t.detach().requires_grad_() for t in (X, gamma, beta)]
+            Y = F.group_norm(leaves[0], 3, *leaves[1:])
+            Y.backward(dY)
+            results += [bits(t) for t in (Y, *(leaf.grad for leaf in leaves))]
+            sizes = (2, 6, X.numel() // 12, 3)
+            try:
+                outputs = torch.native_group_norm(X, gamma, beta, *sizes, 1e-5)
+                results += [bits(t) for t in outputs]
+            except RuntimeError as error:  # 2.13 does not take every layout here
+                results.append(str(error))
+print(json.dumps(results))
+"""
+
+
+def test_off_is_stock_bit_for_bit() -> None:
+    """Values, dtypes and strides are those of a process that never imported the package."""
+    without = run_python(DIGEST.format(prepare="")).stdout
+    never_on = run_python(DIGEST.format(prepare="import gn_override"), GN_OVERRIDE="0").stdout
+    turned_off = run_python(
+        DIGEST.format(prepare="import gn_override; gn_override.disable()")
+    ).stdout
+    on = run_python(DIGEST.format(prepare="import gn_override")).stdout
+    assert without == never_on == turned_off
+    # The digest sees the difference where there is one: (N, C, L) keeps its layout.
+    assert without != on
+
+
+def test_switch_acts_on_the_next_call(device: str) -> None:
+    X = operands((2, 6, 3, 5), device, torch.float, requires_grad=False)[0]
+    ours = norm(X)
+    with gn_override.disabled():
+        stock = norm(X)
+        with gn_override.enabled():
+            again = norm(X)
+        assert torch.equal(norm(X), stock)
+    assert taken(device) == (2, 0)
+    assert torch.equal(ours, again)
+
+
+# --- autograd ---------------------------------------------------------------------------------
+
+
+@RANKS
+@AFFINE
+def test_gradcheck(device: str, shape: tuple[int, ...], affine: str) -> None:
+    tensors = operands(shape, device, affine=affine)
+    assert gradcheck(norm_of(tensors), given(tensors))
+    forward, backward = taken(device)
+    assert forward > 0 and backward > 0
+
+
+@RANKS
+@AFFINE
+def test_gradgradcheck(device: str, shape: tuple[int, ...], affine: str) -> None:
+    tensors = operands((1, *shape[1:]), device, affine=affine)
+    with stock_limits(lambda: gradgradcheck(norm_of(tensors), given(tensors))):
+        assert gradgradcheck(norm_of(tensors), given(tensors))
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_gradgradcheck_of_some_operands(device: str, which: int) -> None:
+    """Only some operands need a gradient: every mask but the empty one."""
+    tensors = operands((1, 6, 2, 3), device, requires_grad=False)
+    for bit, tensor in enumerate(given(tensors)):
+        tensor.requires_grad_(bool((which + 1) >> bit & 1))
+    assert gradcheck(norm_of(tensors), given(tensors))
+    assert gradgradcheck(norm_of(tensors), given(tensors))
+
+
+def test_double_backward_where_one_operand_comes_from_another(device: str) -> None:
+    """The gradient for X must not run through gamma twice."""
+
+    def function(X: Tensor) -> Tensor:
+        return norm(X, X.mean((0, 2, 3)), X.sum((0, 2, 3)))
+
+    X = operands((1, 6, 2, 3), device)[0]
+    assert gradcheck(function, X)
+    assert gradgradcheck(function, X)
+
+
+@RANKS
+def test_gradients_are_channels_last(device: str, shape: tuple[int, ...]) -> None:
+    X, gamma, beta = operands(shape, device)
+    Y = norm(X, gamma, beta)
+    Y.sum().backward()
+    assert is_channels_last(Y) and is_channels_last(X.grad)
+    assert taken(device) == (1, 1)
+
+
+@RANKS
+def test_gradients_of_mean_and_rstd(device: str, shape: tuple[int, ...]) -> None:
+    """The native op is called directly, and all of its outputs are differentiated."""
+
+    def function(*tensors: Tensor) -> list[Tensor]:
+        X = tensors[0]
+        sizes = (X.shape[0], X.shape[1], X[0, 0].numel(), GROUPS)
+        outputs = torch.native_group_norm(*tensors, *sizes, 1e-5)
+        loss = sum((output * output.detach().cos()).sum() for output in outputs)
+        return list(torch.autograd.grad(loss, tensors))
+
+    tensors = operands(shape, device)
+    torch.testing.assert_close(function(*tensors), stock_on_nchw(function, tensors))
+
+
+def test_parameter_changed_before_backward(device: str) -> None:
+    """As in stock: beta may be changed in place, since no gradient depends on it; X may not."""
+    X, gamma, beta = operands((2, 6, 3, 5), device)
+    Y = norm(X * 1, gamma, beta)
+    with torch.no_grad():
+        beta.zero_()
+    Y.sum().backward()
+    copy = X.detach() * 1
+    Y = norm(copy.requires_grad_(), gamma, beta)
+    with torch.no_grad():
+        copy.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Y.sum().backward()
+
+
+def test_saved_tensor_hooks_and_checkpoint(device: str) -> None:
+    tensors = operands((2, 6, 3, 5), device)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*tensors).cos().sum(), given(tensors))
+
+    expected = gradients(norm)
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        Y = norm(*tensors)
+    assert len(packed) >= 4  # X, gamma, mean, rstd
+    torch.testing.assert_close(
+        torch.autograd.grad(Y.cos().sum(), given(tensors)), expected, rtol=0, atol=0
+    )
+    checkpointed = gradients(
+        lambda *args: torch.utils.checkpoint.checkpoint(norm, *args, use_reentrant=False)
+    )
+    torch.testing.assert_close(checkpointed, expected, rtol=0, atol=0)
+
+
+def test_inference_mode(device: str) -> None:
+    X, gamma, beta = operands((2, 6, 3, 5), device, requires_grad=False)
+    with torch.inference_mode():
+        for operand in (X, X.clone(memory_format=torch.channels_last)):
+            Y = norm(operand, gamma, beta)
+            assert Y.is_inference() and is_channels_last(Y)
+    assert taken(device) == (2, 0)
+    torch.testing.assert_close(Y.clone(), stock_on_nchw(norm, (X, gamma, beta)))
+
+
+# --- forward-mode AD and functorch ------------------------------------------------------------
+
+
+@RANKS
+@AFFINE
+def test_forward_mode(device: str, shape: tuple[int, ...], affine: str) -> None:
+    tensors = operands(shape, device, affine=affine, requires_grad=False)
+    tangents = [torch.randn_like(t) for t in given(tensors)]
+    assert gradcheck(
+        norm_of(tensors),
+        [t.clone().requires_grad_() for t in given(tensors)],
+        check_forward_ad=True,
+        check_backward_ad=False,
+    )
+    for which in range(len(tangents)):  # one operand carries a tangent
+        with forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(t, tangent) if i == which else t
+                for i, (t, tangent) in enumerate(zip(given(tensors), tangents, strict=True))
+            ]
+            primal, tangent = forward_ad.unpack_dual(norm_of(tensors)(*duals))
+        with override_off(), forward_ad.dual_level():
+            duals = [
+                forward_ad.make_dual(t.contiguous(), tangent.contiguous()) if i == which else t
+                for i, (t, tangent) in enumerate(zip(given(tensors), tangents, strict=True))
+            ]
+            duals[0] = duals[0].contiguous()
+            expected = forward_ad.unpack_dual(norm_of(tensors)(*duals))
+        torch.testing.assert_close((primal, tangent), tuple(expected))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "grad": lambda f: torch.func.grad(lambda *t: f(*t).cos().sum(), argnums=(0, 1, 2)),
+    "grad of grad": lambda f: torch.func.grad(
+        lambda *t: torch.func.grad(lambda *s: f(*s).cos().sum())(*t).sin().sum()
+    ),
+    "vjp": lambda f: lambda *t: torch.func.vjp(f, *t)[1](t[0].cos()),
+    "jvp": lambda f: lambda *t: torch.func.jvp(f, t, tuple(s.cos() for s in t)),
+    "jacrev": lambda f: torch.func.jacrev(f, argnums=1),
+    "jacfwd": lambda f: torch.func.jacfwd(f, argnums=1),
+    "hessian": lambda f: torch.func.hessian(lambda *t: f(*t).cos().sum(), argnums=2),
+    "vmap": lambda f: (
+        lambda X, *params: torch.func.vmap(lambda x: f(x, *params))(
+            torch.stack([X, X.cos(), X.sin()])
+        )
+    ),
+    "vmap of grad": lambda f: (
+        lambda X, *params: torch.func.vmap(torch.func.grad(lambda x: f(x, *params).cos().sum()))(
+            torch.stack([X, X.cos()])
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@RANKS
+def test_functorch(device: str, transform: str, shape: tuple[int, ...]) -> None:
+    tensors = operands((1, *shape[1:]), device, requires_grad=False)
+    function = TRANSFORMS[transform](norm)
+    expected = stock_on_nchw(function, tensors)
+    with stock_limits(lambda: function(*tensors)):
+        torch.testing.assert_close(function(*tensors), expected)
+
+
+def test_fast_path_survives_functorch(device: str) -> None:
+    """functorch leaves traces in the thread; they must not switch the kernels off."""
+    tensors = operands((2, 6, 3, 5), device)
+    TRANSFORMS["grad"](norm)(*[t.detach() for t in given(tensors)])
+    torch.ops.gn_override.reset_counters()
+    norm(*tensors).sum().backward()
+    assert taken(device) == (1, 1)
+
+
+# --- tracing ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """conv, norm, in-place ReLU: what networks do with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 1)
+        self.norm = nn.GroupNorm(GROUPS, 6)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(self.norm(self.conv(x)))
+
+
+def block(device: str) -> tuple[Block, Tensor]:
+    module = Block().to(device, memory_format=torch.channels_last)
+    return module, lay_out(torch.randn(2, 4, 5, 7, device=device), "channels_last")
+
+
+def test_jit_trace(device: str) -> None:
+    module, x = block(device)
+    traced = torch.jit.trace(module, x)
+    expected, actual = module(x), traced(x)
+    assert is_channels_last(actual)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    grads = [
+        torch.autograd.grad(y.cos().sum(), list(module.parameters())) for y in (expected, actual)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_jit_script(device: str) -> None:
+    module, x = block(device)
+    scripted = torch.jit.script(module)
+    for _ in range(3):  # the third run is of the optimised graph
+        torch.testing.assert_close(scripted(x), module(x))
+    assert is_channels_last(scripted(x))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(device: str, mode: str) -> None:
+    """Forward and backward in one graph, which then runs on our kernels."""
+    tensors = operands((2, 6, 3, 5), device, torch.float)
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        Y = norm(*tensors)
+        return Y, *torch.autograd.grad(Y.cos().sum(), tensors)
+
+    graph = make_fx(step, tracing_mode=mode)(*tensors)
+    targets = [node.target for node in graph.graph.nodes]
+    assert aten.native_group_norm.default in targets
+    assert aten.native_group_norm_backward.default in targets
+    torch.ops.gn_override.reset_counters()
+    actual = graph(*tensors)
+    assert taken(device) == (1, 1)
+    torch.testing.assert_close(actual, step(*tensors))
+    assert is_channels_last(actual[0]) and is_channels_last(actual[1])
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@RANKS
+def test_compile_aot_eager(device: str, dynamic: bool, shape: tuple[int, ...]) -> None:
+    """Dynamo and AOTAutograd: training graphs call our kernels; sizes stay dynamic."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example_inputs)
+
+    compiled = torch.compile(norm, backend=backend, dynamic=dynamic)
+    # Sizes that are all different: equal ones may share a symbol.
+    sizes = [(11, *shape[1:]), (17, shape[1], *(s + 9 for s in shape[2:]))] if dynamic else [shape]
+    for size in sizes:
+        tensors = operands(size, device, torch.float)
+        Y = compiled(*tensors)
+        assert is_channels_last(Y)
+        gradients = torch.autograd.grad(Y.cos().sum(), given(tensors))
+        expected = norm(*tensors)
+        torch.testing.assert_close(Y, expected)
+        torch.testing.assert_close(
+            gradients, torch.autograd.grad(expected.cos().sum(), given(tensors))
+        )
+    assert graphs == 1, "recompiled: a size was taken for a constant"
+    assert taken(device) == (2 * len(sizes), 2 * len(sizes))
+
+
+@RANKS
+def test_compile_follows_the_switch(device: str, shape: tuple[int, ...]) -> None:
+    """What was compiled on one side of the switch is compiled again on the other."""
+    torch._dynamo.reset()
+    compiled = torch.compile(norm, backend="aot_eager")
+    tensors = operands(shape, device, torch.float)
+
+    def run(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        Y = function(*tensors)
+        return Y, *torch.autograd.grad(Y.cos().sum(), given(tensors))
+
+    ours = run(compiled)
+    with gn_override.disabled():
+        torch.ops.gn_override.reset_counters()
+        torch.testing.assert_close(run(compiled), run(norm), rtol=0, atol=0)
+        assert torch.ops.gn_override.counters() == {}
+    torch.testing.assert_close(run(compiled), ours, rtol=0, atol=0)
+    assert taken(device) == (1, 1)
+
+
+def test_compiled_autograd(device: str) -> None:
+    torch._dynamo.reset()
+    tensors = operands((2, 6, 3, 5), device, torch.float)
+    expected = torch.autograd.grad(norm(*tensors).cos().sum(), given(tensors))
+    torch.ops.gn_override.reset_counters()
+    with torch._dynamo.compiled_autograd._enable(
+        torch.compile(backend="aot_eager", fullgraph=True)
+    ):
+        norm(*tensors).cos().sum().backward()
+    torch.testing.assert_close([t.grad for t in given(tensors)], list(expected))
+    assert taken(device) == (1, 1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_export(device: str, dynamic: bool) -> None:
+    module, x = block(device)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(
+        module, (x,), dynamic_shapes={"x": {0: batch}} if dynamic else None
+    )
+    lowered = program.run_decompositions()
+    if dynamic:
+        x = torch.cat([x, x.cos()])
+    for exported in (program, lowered):
+        torch.ops.gn_override.reset_counters()
+        with torch.no_grad():
+            actual = exported.module()(x)
+        torch.testing.assert_close(actual, module(x))
+
+
+def test_opcheck(device: str) -> None:
+    """Schema, autograd registration, fake tensors and AOTAutograd, by PyTorch's own checker."""
+    X, gamma, beta = operands((2, 6, 3, 5), device, torch.float)
+    sizes = (2, 6, 15, GROUPS)
+    if CONDITIONS["STOCK_DROPS_LAYOUT"] and device == "cuda":
+        # There stock's derivative formula gives the op NCHW tensors, whatever X is.
+        X, gamma, beta = (t.detach() for t in (X, gamma, beta))
+    torch.library.opcheck(aten.native_group_norm.default, (X, gamma, beta, *sizes, 1e-5))
+    X, gamma = X.detach(), gamma.detach()
+    dY = lay_out(torch.randn(X.shape, device=device), "channels_last")
+    _, mean, rstd = aten.native_group_norm(X, gamma, beta.detach(), *sizes, 1e-5)
+    torch.library.opcheck(
+        aten.native_group_norm_backward.default,
+        (dY, X, mean, rstd, gamma, *sizes, [True, True, True]),
+    )
+
+
+# --- fake tensors -----------------------------------------------------------------------------
+
+DTYPES = [(torch.float, torch.float), (torch.bfloat16, torch.bfloat16), (torch.half, torch.float)]
+
+
+def facts(outputs: Any) -> list[Any]:
+    """Sizes, strides, dtypes of the tensors among the outputs."""
+    return [
+        None if t is None else (tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype)
+        for t in outputs
+    ]
+
+
+def served_layouts(shape: tuple[int, ...]) -> list[str]:
+    return ["channels_last", "unaligned"] + (["sliced"] if len(shape) > 3 else [])
+
+
+def to_fake(mode: FakeTensorMode, tensor: Tensor | None, dynamic: bool) -> Tensor | None:
+    """The tensor's fake, on its device; dynamic: every size but C is symbolic."""
+    if tensor is None or not dynamic:
+        return tensor if tensor is None else mode.from_tensor(tensor)
+    sizes = [
+        DimDynamic.STATIC if d == 1 or tensor.ndim == 1 else DimDynamic.DYNAMIC
+        for d in range(tensor.ndim)
+    ]
+    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(sizes))
+
+
+def fake_cuda(mode: FakeTensorMode, tensor: Tensor | None) -> Tensor | None:
+    """A fake CUDA tensor of the same sizes and strides; needs no GPU."""
+    if tensor is None:
+        return None
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+
+FAKES = [
+    pytest.param(shape, layout, dtypes, id=f"{len(shape)}d-{layout}-{str(dtypes[0])[6:]}")
+    for shape in SHAPES
+    for layout in served_layouts(shape)
+    for dtypes in DTYPES
+]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("shape, layout, dtypes", FAKES)
+def test_fake_equals_real(
+    device: str, shape: tuple[int, ...], layout: str, dtypes: tuple, dynamic: bool
+) -> None:
+    """Sizes, strides and dtypes, forward and backward, for every layout of dY and every mask."""
+    dtype, param_dtype = dtypes
+    X = lay_out(torch.randn(shape, dtype=dtype, device=device), layout)
+    sizes = (shape[0], shape[1], X[0, 0].numel(), GROUPS)
+    for affine in (True, False):
+        gamma = torch.randn(shape[1], dtype=param_dtype, device=device) if affine else None
+        real = aten.native_group_norm(X, gamma, gamma, *sizes, 1e-5)
+        mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
+        fake_X, fake_gamma = (to_fake(mode, t, dynamic) for t in (X, gamma))
+        pixels = 1
+        for size in fake_X.shape[2:]:
+            pixels = pixels * size
+        fake_sizes = (fake_X.shape[0], shape[1], pixels, GROUPS)
+        with mode:
+            fake = aten.native_group_norm(fake_X, fake_gamma, fake_gamma, *fake_sizes, 1e-5)
+        if dynamic:
+            assert all(isinstance(fake[0].shape[d], torch.SymInt) for d in (0, 2))
+            assert not mode.shape_env.replacements, "a size was taken for a constant"
+        assert facts(fake) == facts(real)
+        for dY_layout, mask in (
+            ("channels_last", [True, True, True]),
+            ("nchw", [True, True, False]),
+            ("permuted", [True, False, True]),
+            ("expanded", [True, False, False]),
+            ("nchw", [False, True, True]),
+        ):
+            dY = lay_out(torch.randn(shape, device=device).to(dtype), dY_layout)
+            real_grads = aten.native_group_norm_backward(dY, X, *real[1:], gamma, *sizes, mask)
+            fake_stats = [to_fake(mode, t, False) for t in real[1:]]
+            fake_dY = to_fake(mode, dY, False)
+            with mode:
+                fake_grads = aten.native_group_norm_backward(
+                    fake_dY, fake_X, *fake_stats, fake_gamma, *fake_sizes, mask
+                )
+            assert facts(fake_grads) == facts(real_grads)
+    assert calls(FORWARD, device)[1] == calls(BACKWARD, device)[1] == 0
+
+
+@pytest.mark.skipif("cuda" not in BACKENDS, reason="the extension is built without CUDA")
+@pytest.mark.parametrize("shape, layout, dtypes", FAKES)
+def test_fake_cuda(shape: tuple[int, ...], layout: str, dtypes: tuple) -> None:
+    """What the CUDA kernels will return, told without a GPU: X's layout, dense."""
+    dtype, param_dtype = dtypes
+    X = lay_out(torch.randn(shape).to(dtype), layout)
+    sizes = (shape[0], shape[1], X[0, 0].numel(), GROUPS)
+    dense = lay_out(X, "channels_last").stride()
+    gamma = torch.randn(shape[1]).to(param_dtype)
+    mode = FakeTensorMode()
+    fake_X, fake_gamma = fake_cuda(mode, X), fake_cuda(mode, gamma)
+    with mode:
+        Y, mean, rstd = aten.native_group_norm(fake_X, fake_gamma, None, *sizes, 1e-5)
+        for dY_layout in ("channels_last", "nchw"):
+            dY = fake_cuda(mode, lay_out(torch.randn(shape).to(dtype), dY_layout))
+            dX, dgamma, dbeta = aten.native_group_norm_backward(
+                dY, fake_X, mean, rstd, fake_gamma, *sizes, [True, True, True]
+            )
+            assert (dX.stride(), dX.dtype) == (dense, dtype)
+            assert dgamma.dtype == dbeta.dtype == param_dtype
+        composite = norm(fake_X, fake_gamma)
+    assert Y.stride() == composite.stride() == dense
+    assert mean.dtype == rstd.dtype == param_dtype
+    assert Y.device.type == mean.device.type == "cuda"
+
+
+# Fake outputs for the layouts that we serve and for others, of CPU, CUDA and meta tensors.
+FAKE_FACTS = """
+import itertools, json, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+{prepare}
+aten = torch.ops.aten
+results = []
+for device, shape in itertools.product(
+    {devices}, [(2, 6, 7), (2, 6, 3, 5), (2, 6, 2, 3, 4), (2, 6, 1, 1), (2, 6)]
+):
+    for moves in ([], [(1, -1)], [(0, -1)]):
+        with FakeTensorMode():
+            X = torch.empty(shape, device=device)
+            for source, to in moves:
+                X = X.movedim(source, to).contiguous().movedim(to, source)
+            gamma = torch.empty(6, device=device)
+            sizes = (2, 6, X.numel() // 12, 3)
+            try:
+                Y, mean, rstd = aten.native_group_norm(X, gamma, gamma, *sizes, 1e-5)
+                outputs = [Y, mean, rstd] + list(
+                    aten.native_group_norm_backward(
+                        Y, X, mean, rstd, gamma, *sizes, [True, True, True]
+                    )
+                )
+                facts = [[list(t.stride()), str(t.dtype), str(t.device)] for t in outputs]
+            except Exception as error:
+                facts = [type(error).__name__, str(error)]
+            results.append([device, shape, moves, facts])
+print(json.dumps(results))
+"""
+
+
+def test_fake_tensors_follow_the_switch() -> None:
+    """Off: what a process without the package gets. On: nothing changes but for served layouts."""
+    devices = ["cpu", "meta"] + (["cuda"] if torch.backends.cuda.is_built() else [])
+    without = run_python(FAKE_FACTS.format(prepare="", devices=devices)).stdout
+    off = run_python(
+        FAKE_FACTS.format(
+            prepare="import gn_override\n"
+            "with FakeTensorMode():\n"  # fills the dispatch cache with our strides
+            "    x = torch.empty(2, 3, 5, 6).permute(0, 3, 1, 2)\n"
+            "    aten = torch.ops.aten\n"
+            "    aten.native_group_norm(x, None, None, 2, 6, 15, 3, 1e-5)\n"
+            "gn_override.disable()",
+            devices=devices,
+        )
+    ).stdout
+    assert json.loads(off) == json.loads(without)
+    on = json.loads(
+        run_python(FAKE_FACTS.format(prepare="import gn_override", devices=devices)).stdout
+    )
+    for ours, stock in zip(on, json.loads(without), strict=True):
+        device, shape, moves, _ = ours
+        served = (
+            device in BACKENDS and moves == [[1, -1]] and len(shape) > 2 and shape[2:] != [1, 1]
+        )
+        if not served:
+            assert ours == stock
+
+
+@RANKS
+def test_fake_training(shape: tuple[int, ...]) -> None:
+    """group_norm and its backward on fake tensors, strides as on real ones."""
+    tensors = operands(shape, dtype=torch.float)
+    Y = norm(*tensors)
+    Y.sum().backward()
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(t) for t in given(tensors)]
+    fakes = [t.detach().requires_grad_() for t in fakes]
+    with mode:
+        fake_Y = norm(*fakes)
+        fake_Y.sum().backward()
+    assert facts([fake_Y, *(t.grad for t in fakes)]) == facts(
+        [Y, *(t.grad for t in given(tensors))]
+    )
+
+
+@pytest.mark.parametrize("groups, error", list(itertools.product((0, 4), (True,))))
+def test_fake_errors_are_stock(groups: int, error: bool) -> None:
+    """A call that real kernels refuse is refused as it is without us."""
+    raised = []
+    for on in (True, False):
+        with gn_override.enabled() if on else gn_override.disabled(), FakeTensorMode():
+            X = torch.empty(2, 3, 5, 6).permute(0, 3, 1, 2)
+            with pytest.raises(Exception) as caught:
+                aten.native_group_norm(X, None, None, 2, 6, 15, groups, 1e-5)
+            raised.append((type(caught.value), str(caught.value)))
+    assert (raised[0] == raised[1]) is error

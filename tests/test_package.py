@@ -1,0 +1,642 @@
+"""The package as a user meets it: import, switch, explain(), report(), command line, demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from shapes import CPU_CASES, KERNEL_CASES
+from torch import nn
+
+import gn_override
+from gn_override import _demo, _explain, _library, _report
+from gn_override.__main__ import main
+
+
+def channels_last(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype=dtype, memory_format=torch.channels_last)
+
+
+def python(
+    code: str, tmp_path: Path, *, timeout: int = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter, from a directory that holds no source tree."""
+    inherited = {key: value for key, value in os.environ.items() if key != "GN_OVERRIDE"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def taken() -> int:
+    return sum(gn_override.report().calls.values())
+
+
+# Import.
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [(None, True), ("1", True), ("", True), ("0", False)], ids=str
+)
+def test_import_prints_nothing_and_obeys_the_environment(value, on, tmp_path):
+    code = "import torch, gn_override; import sys; sys.exit(int(gn_override.is_enabled()))"
+    result = python(code, tmp_path, **({} if value is None else {"GN_OVERRIDE": value}))
+    without = python("import torch", tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (int(on), "", without.stderr)
+
+
+def test_import_leaves_explain_report_and_demo_for_later(tmp_path):
+    code = (
+        "import sys, gn_override\n"
+        "lazy = {'gn_override._explain', 'gn_override._report', 'gn_override._demo'}\n"
+        "assert not lazy & set(sys.modules), lazy & set(sys.modules)\n"
+        "gn_override.report\n"
+        "assert 'gn_override._report' in sys.modules\n"
+    )
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_public_name_is_there_and_no_other():
+    for name in gn_override.__all__:
+        assert getattr(gn_override, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        gn_override.nonsense  # noqa: B018
+
+
+def test_version_is_that_of_the_build():
+    assert gn_override.__version__ == _library.build_info()["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", gn_override.__version__)
+
+
+# Switch.
+
+
+def test_disable_and_enable():
+    gn_override.disable()
+    assert not gn_override.is_enabled()
+    gn_override.disable()
+    assert not gn_override.is_enabled()
+    gn_override.enable()
+    assert gn_override.is_enabled()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_contexts_restore_what_was_before(before, inside):
+    context = gn_override.enabled if inside else gn_override.disabled
+    (gn_override.enable if before else gn_override.disable)()
+    with context():
+        assert gn_override.is_enabled() is inside
+        with gn_override.enabled():
+            assert gn_override.is_enabled()
+        assert gn_override.is_enabled() is inside
+    assert gn_override.is_enabled() is before
+
+    with pytest.raises(KeyError), context():
+        raise KeyError
+    assert gn_override.is_enabled() is before
+
+
+def test_contexts_decorate_functions_that_call_themselves():
+    @gn_override.disabled()
+    def states(depth: int) -> list[bool]:
+        here = [gn_override.is_enabled()]
+        return here + (states(depth - 1) if depth else [])
+
+    assert states(2) == [False, False, False]
+    assert states(0) == [False]
+    assert gn_override.is_enabled()
+
+
+def test_switch_decides_who_runs_the_call():
+    x = channels_last(2, 64, 8, 8)
+    before = taken()
+    F.group_norm(x, 32)
+    assert taken() == before + 1
+    with gn_override.disabled():
+        F.group_norm(x, 32)
+    assert taken() == before + 1
+
+
+def test_off_is_stock_bit_for_bit(tmp_path):
+    """Compared with a process that never imported the package."""
+    code = (
+        "import sys, torch\n"
+        "{load}"
+        "torch.manual_seed(0); torch.set_num_threads(1)\n"
+        "x = torch.randn(2, 64, 9, 7).to(memory_format=torch.channels_last).requires_grad_()\n"
+        "m = torch.nn.GroupNorm(32, 64)\n"
+        "y = m(x); y.square().sum().backward()\n"
+        "torch.save([y.detach(), x.grad, m.weight.grad, m.bias.grad], sys.argv[1])\n"
+    )
+    results = []
+    for name, load in (
+        ("stock", ""),
+        ("off", "import gn_override; gn_override.disable()\n"),
+        ("never", "import os; os.environ['GN_OVERRIDE'] = '0'; import gn_override\n"),
+    ):
+        path = tmp_path / name
+        source = code.format(load=load).replace("sys.argv[1]", repr(str(path)))
+        result = python(source, tmp_path)
+        assert result.returncode == 0, result.stderr
+        results.append(torch.load(path))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_switch_may_be_flipped_while_other_threads_run():
+    x = channels_last(2, 64, 8, 8)
+    expected = F.group_norm(x, 32)
+    stop = threading.Event()
+    errors: list[str] = []
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                torch.testing.assert_close(F.group_norm(x, 32), expected)
+            except Exception as error:  # reported by the main thread
+                errors.append(repr(error))
+                return
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        gn_override.disable()
+        gn_override.enable()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert gn_override.is_enabled()
+
+
+# explain().
+
+
+def test_explain_tensor_that_is_served():
+    x = channels_last(2, 64, 16, 16)
+    explanation = gn_override.explain(x, 32)
+    assert explanation.served and explanation.rule != "aten"
+    assert explanation.declined_by_binding is None
+    assert explanation.tensor_bytes == x.numel() * 4
+    assert explanation.minimum_bytes == 2 * explanation.tensor_bytes
+    assert explanation.moved_bytes is not None
+    assert explanation.minimum_bytes <= explanation.moved_bytes <= 2 * explanation.minimum_bytes
+    assert not explanation.copied
+    text = str(explanation)
+    assert "N=2 C=64 HxW=256 G=32 float32 channels-last" in text
+    assert f"{explanation.rule} (gn_override)" in text
+    assert "the bytes of a copy" in text
+    assert 5 <= len(text.splitlines()) <= 8
+
+
+def test_explain_agrees_with_what_runs():
+    x = channels_last(2, 64, 16, 16)
+    torch.ops.gn_override.reset_counters()
+    F.group_norm(x, 32)
+    rule = gn_override.explain(x, 32).rule
+    assert dict(gn_override.report().calls) == {f"native_group_norm cpu {rule}": 1}
+
+    torch.ops.gn_override.reset_counters()
+    F.group_norm(x.contiguous(), 32)
+    why = gn_override.explain(x.contiguous(), 32).declined_by_binding
+    assert dict(gn_override.report().declined) == {f"native_group_norm cpu aten: {why}": 1}
+
+
+def test_explain_backward_moves_more():
+    x = channels_last(2, 64, 16, 16)
+    explanation = gn_override.explain(x, 32, backward=True)
+    assert "backward" in explanation.problem
+    assert explanation.minimum_bytes == 3 * explanation.tensor_bytes
+    assert explanation.moved_bytes == 5 * explanation.tensor_bytes
+
+
+def test_explain_module():
+    module = nn.GroupNorm(8, 64)
+    x = channels_last(2, 64, 4, 4)
+    explanation = gn_override.explain(module, input=x)
+    assert explanation == gn_override.explain(x, 8, weight=module.weight, bias=module.bias)
+    assert "G=8" in explanation.problem
+
+
+@pytest.mark.parametrize(
+    ("x", "groups", "why"),
+    [
+        (torch.zeros(2, 64, 4, 4), 32, "NCHW"),
+        (torch.zeros(2, 64), 32, "NCHW"),
+        (channels_last(2, 64, 4, 4), 7, "divisible"),
+        (channels_last(2, 64, 4, 4).int(), 32, "dtype"),
+        (channels_last(2, 64, 4, 4).transpose(0, 1), 1, "not channels-last"),
+    ],
+    ids=["nchw", "2d", "groups", "int", "permuted"],
+)
+def test_explain_declined(x, groups, why):
+    explanation = gn_override.explain(x, groups)
+    assert not explanation.served and explanation.rule == "aten"
+    assert why in explanation.reason == explanation.declined_by_binding
+    assert explanation.moved_bytes is None
+    assert "PyTorch's own (aten)" in str(explanation) and why in str(explanation)
+    assert "x".join(map(str, x.shape)) in explanation.problem
+
+
+def test_explain_counts_the_copy_of_a_slice():
+    x = channels_last(2, 64, 16, 16)
+    dense, sliced = gn_override.explain(x[:, :, :8].clone(), 32), x[:, :, :8]
+    explanation = gn_override.explain(sliced, 32)
+    assert explanation.served and explanation.copied and not dense.copied
+    assert explanation.moved_bytes == dense.moved_bytes + 2 * explanation.tensor_bytes
+    assert "copy of the input" in str(explanation)
+
+
+def test_explain_sees_what_autocast_makes():
+    module, x = nn.GroupNorm(8, 64), channels_last(2, 64, 4, 4, dtype=torch.bfloat16)
+    assert "bfloat16" in gn_override.explain(module.bfloat16(), input=x).problem
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "float32" in gn_override.explain(module, input=x).problem
+
+
+def test_explain_says_that_the_override_is_off():
+    x = channels_last(2, 64, 4, 4)
+    with gn_override.disabled():
+        explanation = gn_override.explain(x, 32)
+    assert explanation.served and not explanation.enabled
+    assert "override is off" in str(explanation)
+    assert "override is off" not in str(gn_override.explain(x, 32))
+
+
+def test_explain_empty_input():
+    assert "empty" in str(gn_override.explain(channels_last(0, 64, 4, 4), 32))
+
+
+def test_explain_runs_nothing():
+    x = channels_last(2, 64, 4, 4)
+    torch.ops.gn_override.reset_counters()
+    gn_override.explain(x, 32)
+    assert not gn_override.report().calls and not gn_override.report().declined
+
+
+def test_explain_measures_a_copy_when_asked():
+    x = channels_last(2, 64, 4, 4)
+    assert gn_override.explain(x, 32).copy_speed is None
+    explanation = gn_override.explain(x, 32, measure_copy=True)
+    assert explanation.copy_speed is not None and explanation.copy_speed > 1e8
+    assert re.search(r"\([\d.]+ us at [\d.]+ [GT]B/s\)", str(explanation))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, m: gn_override.explain(x),
+        lambda x, m: gn_override.explain(x, 32, input=x),
+        lambda x, m: gn_override.explain(m),
+        lambda x, m: gn_override.explain(m, 32, input=x),
+        lambda x, m: gn_override.explain(m, input=x, weight=m.weight),
+        lambda x, m: gn_override.explain([1, 2], 32),
+    ],
+)
+def test_explain_refuses_other_forms(call):
+    with pytest.raises(TypeError, match="explain"):
+        call(channels_last(2, 64, 4, 4), nn.GroupNorm(32, 64))
+
+
+def test_explain_refuses_other_devices():
+    with pytest.raises(ValueError, match="meta"):
+        gn_override.explain(torch.empty(2, 64, 4, 4, device="meta"), 32)
+
+
+def test_explain_shape_agrees_with_explain_of_a_tensor():
+    x = channels_last(2, 64, 16, 16)
+    assert _explain.explain_shape(x.shape, 32) == gn_override.explain(x, 32)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_explain_knows_the_traffic_of_every_rule(device_type, backward):
+    for case in (*KERNEL_CASES, *CPU_CASES):
+        explanation = _explain.explain_shape(
+            case.shape,
+            case.groups,
+            device=device_type,
+            dtype=getattr(torch, case.dtype),
+            backward=backward,
+        )
+        assert explanation.served
+        assert explanation.moved_bytes is not None, explanation.rule
+        assert explanation.moved_bytes >= explanation.minimum_bytes
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_shape_for_cuda(backward):
+    explanation = _explain.explain_shape(
+        (2, 320, 64, 64), 32, device="cuda", dtype=torch.bfloat16, backward=backward
+    )
+    assert explanation.served
+    assert explanation.problem.startswith("cuda")
+    if not torch.cuda.is_available():
+        assert "H200 (no GPU here)" in explanation.device
+        assert explanation.copy_speed is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "options", "why"),
+    [
+        ((64,), 32, {}, "shape"),
+        ((2, 0, 4), 32, {}, "shape"),
+        ((2, 64, 4), 7, {}, "divide"),
+        ((2, 64, 4), 0, {}, "divide"),
+        ((2, 64, 4), 32, {"dtype": torch.int32}, "dtype"),
+        ((2, 64, 4), 32, {"param_dtype": torch.float64}, "float32"),
+        ((2, 64, 4), 32, {"device": "tpu"}, "device"),
+    ],
+)
+def test_explain_shape_refuses(shape, groups, options, why):
+    with pytest.raises(ValueError, match=why):
+        _explain.explain_shape(shape, groups, **options)
+
+
+def test_explain_shape_of_one_pixel_counts_as_nchw():
+    explanation = _explain.explain_shape((2, 64, 1, 1), 32)
+    assert not explanation.served
+    assert explanation.declined and explanation.declined[0].failed
+    assert f"not {explanation.declined[0].rule}: needs " in str(explanation)
+
+
+@pytest.mark.cuda
+def test_explain_on_a_gpu():
+    x = channels_last(2, 320, 64, 64, dtype=torch.bfloat16).cuda()
+    explanation = gn_override.explain(x, 32, measure_copy=True)
+    assert explanation.served
+    assert explanation.device == torch.cuda.get_device_name()
+    assert explanation.copy_speed is not None and explanation.copy_speed > 1e10
+
+
+# report().
+
+
+def owner(report: gn_override.Report, op: str, key: str) -> _report.Owner:
+    (found,) = [o for o in report.owners if (o.op, o.key) == (op, key)]
+    return found
+
+
+def test_report_fields():
+    report = gn_override.report()
+    info = _library.build_info()
+    assert report.version == gn_override.__version__
+    assert report.enabled
+    assert report.torch_running == torch.__version__
+    assert report.torch_built == info["torch"]
+    assert report.backends == tuple(info["backends"])
+    assert report.cpu_instruction_set in ("avx512", "avx2", "baseline")
+    assert report.cuda_architectures == tuple(info["cuda_archs"])
+    with gn_override.disabled():
+        assert not gn_override.report().enabled
+
+
+def test_report_names_owners():
+    report = gn_override.report()
+    for op in ("native_group_norm", "native_group_norm_backward"):
+        found = owner(report, op, "CPU")
+        assert found.package == "gn_override"
+        assert re.search(r"native/binding/generated/register\.cpp:\d+$", found.where)
+        assert len(found.below) == 1 and "RegisterCPU" in found.below[0]
+        if "cuda" in report.backends:
+            assert owner(report, op, "CUDA").package == "gn_override"
+        assert owner(report, op, "AutogradCPU").package == "torch"
+    composite = owner(report, "group_norm", "CompositeImplicitAutograd")
+    ours = _library.build_info()["conditions"]["STOCK_DROPS_LAYOUT"]
+    assert composite.package == ("gn_override" if ours else "torch")
+
+
+def test_report_shows_a_package_on_top(tmp_path):
+    """As FlagGems would: a Python package that registers the same operator later."""
+    package = tmp_path / "site-packages" / "elsewhere"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import torch\n"
+        "lib = torch.library.Library('aten', 'IMPL')\n"
+        "lib.impl('native_group_norm', lambda *a: None, 'CPU')\n"
+    )
+    code = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
+        "import gn_override, elsewhere\n"
+        "report = gn_override.report()\n"
+        "found = [o for o in report.owners if (o.op, o.key) == ('native_group_norm', 'CPU')][0]\n"
+        "assert found.package == 'elsewhere', found\n"
+        "assert any('native/binding' in where for where in found.below), found\n"
+        "assert 'takes the calls: elsewhere' in str(report)\n"
+    )
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_report_counts_calls():
+    torch.ops.gn_override.reset_counters()
+    empty = str(gn_override.report())
+    assert empty.count("\n  none") == 2
+    x = channels_last(2, 64, 8, 8).requires_grad_()
+    for _ in range(2):
+        F.group_norm(x, 32).sum().backward()
+    F.group_norm(x.detach().contiguous(), 32)
+    report = gn_override.report()
+    assert sorted(report.calls.values()) == [2, 2]
+    assert {name.split()[0] for name in report.calls} == {
+        "native_group_norm",
+        "native_group_norm_backward",
+    }
+    assert list(report.declined.values()) == [1]
+    for name in (*report.calls, *report.declined):
+        assert name in str(report)
+    with pytest.raises(TypeError):
+        report.calls["more"] = 1  # type: ignore[index]
+
+
+# Command line.
+
+
+def test_command_line_report(capsys):
+    assert main(["report"]) == 0
+    report = capsys.readouterr().out
+    assert report.startswith(f"gn_override {gn_override.__version__}: on")
+    assert torch.__version__ in report and "register.cpp" in report
+    assert main([]) == 0
+    assert capsys.readouterr().out == report
+
+
+def test_command_line_explain(capsys):
+    arguments = ["explain", "2x320x64x64", "--groups", "32", "--dtype", "bf16", "--device", "cuda"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "N=2 C=320 HxW=4096 G=32 bfloat16 channels-last" in out
+    assert [line.split()[0] for line in out.splitlines()[:6]] == [
+        "call",
+        "device",
+        "kernel",
+        "plan",
+        "why",
+        "traffic",
+    ]
+
+    assert main([*arguments, "--backward", "--param-dtype", "fp32"]) == 0
+    assert "backward" in (out := capsys.readouterr().out) and "float32 parameters" in out
+
+    assert main(["explain", "2,64,8,8", "--groups", "8", "--layout", "contiguous"]) == 0
+    assert "PyTorch's own (aten)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["explain", "2x64x8x8"], "--groups"),
+        (["explain", "2xx8", "--groups", "8"], "2x320x64x64"),
+        (["explain", "2x64x8x8", "--groups", "7"], "divide"),
+        (["explain", "2x64x8x8", "--groups", "8", "--dtype", "int8"], "bf16"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_command_line_refuses(arguments, why, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    captured = capsys.readouterr()
+    assert why in captured.err and not captured.out
+
+
+def test_command_line_as_a_program(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "gn_override"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0 and result.stdout.startswith("gn_override "), result.stderr
+
+
+# Demo.
+
+
+def test_demo_passes_and_leaves_the_switch_alone(capsys):
+    assert main(["demo", "--quick", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    rows = [line for line in captured.out.splitlines() if re.search(r"\d x?\b.*  ok$", line)]
+    assert len(rows) == len(_demo._cases("cpu", True))
+    assert all(re.search(r"\d\.\d\dx", row) for row in rows)
+    assert "Parity:" in captured.out
+    assert "checking every layer" in captured.err and "\r" not in captured.err
+    assert gn_override.is_enabled()
+
+
+@pytest.fixture
+def quickest(monkeypatch):
+    """One network is enough where the outcome is known."""
+    cases = _demo._cases("cpu", True)[-1:]
+    monkeypatch.setattr(_demo, "_cases", lambda device, quick: cases)
+
+
+@pytest.mark.parametrize("fault", ["output", "weight gradient", "nan"])
+def test_demo_fails_if_results_are_wrong(fault, quickest, monkeypatch, capsys):
+    stock = F.group_norm
+
+    def wrong(x, groups, weight=None, bias=None, eps=1e-5):
+        if not gn_override.is_enabled():
+            return stock(x, groups, weight, bias, eps)
+        if fault == "weight gradient":  # of one group, off by a quarter
+            scale = torch.ones_like(weight)
+            scale[: len(scale) // groups] = 1.25
+            weight = weight.detach() + (weight - weight.detach()) * scale
+        y = stock(x, groups, weight, bias, eps)
+        return y * {"output": 1.05, "nan": float("nan")}.get(fault, 1.0)
+
+    monkeypatch.setattr(F, "group_norm", wrong)
+    assert main(["demo", "--quick", "--device", "cpu"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILED" in captured.out and "PARITY FAILED" in captured.err
+
+
+def test_demo_fails_if_the_override_never_ran(quickest, monkeypatch, capsys):
+    monkeypatch.setattr(gn_override, "enabled", gn_override.disabled)
+    assert main(["demo", "--quick", "--device", "cpu"]) == 1
+    assert "NOT TAKEN" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_demo_says_that_there_is_no_gpu(capsys):
+    assert main(["demo", "--device", "cuda"]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+def test_demo_on_a_gpu(capsys):
+    assert main(["demo", "--quick", "--device", "cuda"]) == 0
+    assert capsys.readouterr().out.count("  ok\n") == len(_demo._cases("cuda", True))
+
+
+# Programs that hold group norms are as before.
+
+
+def test_modules_pickle_without_the_package(tmp_path):
+    path = tmp_path / "module"
+    path.write_bytes(pickle.dumps(nn.Sequential(nn.GroupNorm(8, 64))))
+    code = f"import pickle, sys; pickle.load(open({str(path)!r}, 'rb'))"
+    result = python(code + "; assert 'gn_override' not in sys.modules", tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+# The README's tables.
+
+
+def test_readme_tables_are_those_of_the_results(monkeypatch):
+    root = Path(__file__).resolve().parent.parent
+    monkeypatch.syspath_prepend(str(root / "tools"))
+    import render_readme
+
+    text = (root / "README.md").read_text()
+    assert render_readme.render(text) == text
+
+
+def test_readme_renders_every_row(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "tools"))
+    import render_readme
+
+    head = {
+        "gpu": "GPU-X",
+        "driver": "1",
+        "cuda": "13.0",
+        "torch": "2.13.0",
+        "commit": "abc",
+        "date": "2026-01-01",
+        "command": "python tools/bench_models.py",
+    }
+    times = {"stock": 10.0, "override": 5.0, "stock_nchw": 8.0, "floor": 4.0}
+    row = {"name": "net", "parity": True, "times": times, "floor": "no norms", "peak_gb": {}}
+    slower = row | {"name": "slow", "times": times | {"override": 20.0}}
+    failed = row | {"name": "bad", "parity": False, "times": {}}
+    (tmp_path / "models-x.json").write_text(json.dumps(head | {"rows": [row, slower, failed]}))
+    text = "a\n<!-- results: models-x -->\nold\n<!-- end results -->\nb\n"
+    rendered = render_readme.render(text, tmp_path)
+    assert "| net | 10 | 5 | 2.00x | 8 | 4 | - |" in rendered
+    assert "| slow | 10 | 20 | 0.50x |" in rendered and "parity failed" in rendered
+    assert "GPU-X" in rendered and "abc" in rendered and "old" not in rendered
+    assert render_readme.render(rendered, tmp_path) == rendered
+
+    missing = text.replace("models-x", "kernels-y")
+    assert "Not measured yet" in render_readme.render(missing, tmp_path)
+    with pytest.raises(ValueError, match="nonsense-z"):
+        render_readme.render(text.replace("models-x", "nonsense-z"), tmp_path)

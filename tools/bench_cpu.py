@@ -1,0 +1,210 @@
+"""Time the CPU kernels against a copy and against stock, side by side: the CPU table.
+
+    python tools/bench_cpu.py                          # every row of tests/shapes.py's CPU_CASES
+    python tools/bench_cpu.py --cases model --only sd15_unet --dtype float32
+
+Each round times one call of everything after another: y.copy_(x) of the channels-last tensor,
+stock on NCHW tensors, stock on channels-last ones and ours on the same; forward (under no_grad)
+and forward plus autograd's backward to X, gamma and beta, results allocated by the call. Figures
+are medians in milliseconds over the rounds; the results file has the least times too, which other
+load on the machine disturbs less. Before it is timed, each case is checked against fp64 with the
+test suite's bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import results
+
+sys.path.insert(0, str(results.ROOT / "tests"))
+import reference
+import shapes
+
+import gn_override
+
+Step = Callable[[], Any]
+
+STOCK = ("stock_nchw", "stock_channels_last")
+LEAST_ROUNDS = 5
+
+
+def steps_of(case: shapes.Case, inputs: reference.Inputs) -> dict[str, Step]:
+    """What a round times, by name: "copy", then "fwd NAME" and "fwd_bwd NAME"."""
+    steps: dict[str, Step] = {}
+    like_X = torch.empty_like(inputs.X)
+    steps["copy"] = lambda: like_X.copy_(inputs.X)
+
+    def add(name: str, layout: str) -> None:
+        X = reference.lay_out(inputs.X, layout).requires_grad_()
+        dY = reference.lay_out(inputs.dY, layout)
+        assert inputs.gamma is not None and inputs.beta is not None
+        gamma = inputs.gamma.clone().requires_grad_()
+        beta = inputs.beta.clone().requires_grad_()
+
+        def forward() -> None:
+            with torch.no_grad():
+                F.group_norm(X, case.groups, gamma, beta)
+
+        def forward_backward() -> None:
+            Y = F.group_norm(X, case.groups, gamma, beta)
+            torch.autograd.grad(Y, (X, gamma, beta), dY)
+
+        steps[f"fwd {name}"] = forward
+        steps[f"fwd_bwd {name}"] = forward_backward
+
+    add("stock_nchw", "nchw")
+    add("stock_channels_last", "channels_last")
+    add("gn_override", "channels_last")
+    return steps
+
+
+def time_rounds(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of every step in every round; the first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    end = time.perf_counter() + seconds
+    rounds = -1
+    while rounds < LEAST_ROUNDS or time.perf_counter() < end:
+        rounds += 1
+        for name, step in steps.items():
+            ours = name.endswith("gn_override")
+            with gn_override.enabled() if ours else gn_override.disabled():
+                start = time.perf_counter()
+                step()
+                elapsed = time.perf_counter() - start
+            if rounds > 0:
+                times[name].append(1e3 * elapsed)
+    return times
+
+
+def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
+    """One row: medians and least times of a copy, of stock in both layouts and of ours."""
+    dtype = getattr(torch, case.dtype)
+    inputs = reference.make_inputs(case, "cpu", dtype)
+    row: dict[str, Any] = {
+        "name": case.name,
+        "shape": list(case.shape),
+        "groups": case.groups,
+        "dtype": case.dtype,
+        "MB": round(case.numel * dtype.itemsize / 1e6, 1),
+    }
+    if check:
+        with gn_override.enabled(), reference.expect_calls("cpu", True, True):
+            ours = reference.native(inputs)
+        try:
+            reference.assert_parity(ours, inputs)
+        except AssertionError as error:
+            row["wrong"] = str(error)
+        else:
+            row["checked"] = True
+        del ours
+    times = time_rounds(steps_of(case, inputs), seconds)
+    row["rounds"] = len(times["copy"])
+    for kind, figure in (("median", statistics.median), ("least", min)):
+        figures: dict[str, Any] = {"copy": 0.0, "fwd": {}, "fwd_bwd": {}}
+        for name, values in times.items():
+            what, _, who = name.partition(" ")
+            value = round(figure(values), 4)
+            if who:
+                figures[what][who] = value
+            else:
+                figures[what] = value
+        row[kind] = figures
+    return row
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(math.log(v) for v in values))
+
+
+def summary(rows: list[dict[str, Any]], kind: str = "median") -> dict[str, float]:
+    """Over the rows: how many times faster than stock, geometric mean and the worst row."""
+    result = {}
+    for what in ("fwd", "fwd_bwd"):
+        times = [row[kind][what] for row in rows]
+        last = [t["stock_channels_last"] / t["gn_override"] for t in times]
+        best = [min(t[s] for s in STOCK) / t["gn_override"] for t in times]
+        result[f"{what} over stock channels-last, mean"] = round(geometric_mean(last), 2)
+        result[f"{what} over stock's faster layout, mean"] = round(geometric_mean(best), 2)
+        result[f"{what} over stock's faster layout, worst"] = round(min(best), 2)
+    return result
+
+
+def table(rows: list[dict[str, Any]], kind: str = "median") -> str:
+    """The rows as text: milliseconds, and how many times faster than stock's faster layout."""
+    head = f"{'case':<16}{'shape':<20}{'dtype':<10}{'copy':>8}"
+    for what in ("fwd", "fwd_bwd"):
+        head += f" | {what + ': NCHW':>13}{'NHWC':>9}{'ours':>9}{'faster':>8}"
+        head += f"{'x copy':>8}" if what == "fwd" else ""
+    lines = [head]
+    for row in rows:
+        figures = row[kind]
+        shape = "x".join(map(str, row["shape"]))
+        line = f"{row['name']:<16}{shape:<20}{row['dtype']:<10}{figures['copy']:>8.3f}"
+        for what in ("fwd", "fwd_bwd"):
+            nchw, nhwc = (figures[what][s] for s in STOCK)
+            ours = figures[what]["gn_override"]
+            line += f" | {nchw:>13.3f}{nhwc:>9.3f}{ours:>9.3f}{min(nchw, nhwc) / ours:>8.2f}"
+            line += f"{ours / figures['copy']:>8.2f}" if what == "fwd" else ""
+        lines.append(line + (f"  WRONG: {row['wrong']}" if "wrong" in row else ""))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", choices=("cpu", "model"), default="cpu")
+    parser.add_argument("--only", help="names of cases, or their beginnings, comma separated")
+    parser.add_argument("--dtype", help="instead of each case's own")
+    parser.add_argument("--seconds", type=float, default=3, help="of each row (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
+    parser.add_argument("--output", type=Path, help="folder of the results file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+
+    cases = shapes.CPU_CASES if arguments.cases == "cpu" else shapes.MODEL_CASES
+    prefixes = tuple(arguments.only.split(",")) if arguments.only else ("",)
+    rows = []
+    for case in cases:
+        if not case.name.startswith(prefixes):
+            continue
+        if arguments.dtype:
+            case = shapes.Case(case.name, case.shape, case.groups, arguments.dtype)
+        rows.append(measure(case, arguments.seconds, not arguments.no_check))
+        text = table(rows[-1:])
+        print(text if len(rows) == 1 else text.partition("\n")[2], flush=True)
+    if not rows:
+        parser.error(f"no case is called {arguments.only!r}")
+    means = summary(rows)
+    print("\n".join(f"{name}: {value:.2f}" for name, value in means.items()))
+    if arguments.output:
+        head = results.machine("cpu") | {
+            "instruction_set": _instruction_set(),
+            "load_average": round(os.getloadavg()[0], 2),
+            "summary": means,
+            "summary of least times": summary(rows, "least"),
+        }
+        name = f"cpu-{head['torch'].partition('+')[0]}-{arguments.cases}"
+        print(results.write(name, head | {"rows": rows}, arguments.output))
+    return any("wrong" in row for row in rows)
+
+
+def _instruction_set() -> str:
+    import json
+
+    return json.loads(torch.ops.gn_override.build_info())["cpu_instruction_set"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

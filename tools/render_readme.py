@@ -1,0 +1,176 @@
+"""Fills the tables of README.md from the files in benchmarks/results.
+
+    python tools/render_readme.py           # rewrites README.md
+    python tools/render_readme.py --check   # fails if that would change it
+
+A block of README.md between `<!-- results: NAME -->` and `<!-- end results -->` shows
+benchmarks/results/NAME.json: every row of it, also those that are slower than stock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+_BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end results -->)", re.DOTALL)
+
+# How a results file that is not there is made.
+_COMMANDS = {
+    "models": "python tools/bench_models.py --output {name}",
+    "kernels": "python tools/bench.py --output {name}",
+    "cpu": "python tools/bench_cpu.py --output {name}",
+}
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _number(value: float | None) -> str:
+    """Three digits at least, no more than the measurement is worth."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _ratio(slow: float | None, fast: float | None) -> str:
+    return "-" if slow is None or fast is None else f"{slow / fast:.2f}x"
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return "x".join(map(str, row["shape"]))
+
+
+def models(content: dict[str, Any]) -> str:
+    """Rows of tools/bench_models.py."""
+    rows = []
+    for row in content["rows"]:
+        if not row["parity"]:
+            rows.append([row["name"], "parity failed", "-", "-", "-", "-", "-"])
+            continue
+        times, peak = row["times"], row["peak_gb"]
+        rows.append(
+            [
+                row["name"],
+                _number(times["stock"]),
+                _number(times["override"]),
+                _ratio(times["stock"], times["override"]),
+                _number(times["stock_nchw"]),
+                _number(times["floor"]),
+                f"{peak['stock']:.2f} / {peak['override']:.2f}" if peak else "-",
+            ]
+        )
+    header = ["model, milliseconds", "stock", "gn_override", "speed-up", "stock NCHW", "floor"]
+    floors = sorted({row["floor"] for row in content["rows"]})
+    return (
+        _table([*header, "peak GB, stock / ours"], rows)
+        + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}.\n"
+    )
+
+
+def kernels(content: dict[str, Any]) -> str:
+    """Rows of tools/bench.py; the limits are 1x a copy forward and 2.5x with the backward."""
+    rows = []
+    for row in content["rows"]:
+        line = [f"{row['name']} {_shape(row)}", row["dtype"], _number(row["copy"])]
+        for what in ("fwd", "fwd_bwd"):
+            times = row[what]
+            ours, stock = times["gn_override"], times.get("stock_channels_last")
+            nchw = times.get("stock_nchw")
+            line += [_number(ours), _ratio(ours, row["copy"]), _ratio(stock, ours)]
+            line += [_ratio(nchw, ours)]
+        rows.append(line)
+    parts = ["us", "/ copy", "stock / ours", "stock NCHW / ours"]
+    header = ["case", "dtype", "copy, us", *(f"forward {p}" for p in parts)]
+    return _table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
+
+
+def cpu(content: dict[str, Any]) -> str:
+    """Rows of tools/bench_cpu.py."""
+    rows = []
+    for row in content["rows"]:
+        line = [f"{_shape(row)}, G={row['groups']}", row["dtype"], _number(row["copy"])]
+        for what in ("fwd", "fwd_bwd"):
+            times = row[what]
+            ours = times["gn_override"]
+            line += [
+                _number(ours),
+                _ratio(times["stock_channels_last"], ours),
+                _ratio(times["stock_nchw"], ours),
+            ]
+        rows.append(line)
+    parts = ["ms", "stock / ours", "stock NCHW / ours"]
+    header = ["shape", "dtype", "copy, ms", *(f"forward {p}" for p in parts)]
+    return _table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
+
+
+_RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "models": models,
+    "kernels": kernels,
+    "cpu": cpu,
+}
+
+
+def source(content: dict[str, Any]) -> str:
+    """Where the numbers come from: machine, versions, commit, command."""
+    if "gpu" in content:
+        machine = f"{content['gpu']}, driver {content['driver']}, CUDA {content['cuda']}"
+    else:
+        machine = f"{content['cpu']}, {content['threads']} threads"
+    return (
+        f"{machine}, torch {content['torch']}, commit {content['commit']}, {content['date']}: "
+        f"`{content['command']}`\n"
+    )
+
+
+def render(text: str, results: Path = RESULTS) -> str:
+    """The README's text with every results block filled anew.
+
+    Raises ValueError for a block whose kind, the part of its name before the "-", is unknown.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        kind = name.partition("-")[0]
+        if kind not in _RENDERERS:
+            raise ValueError(
+                f"README.md: results block {name!r} is of no known kind ({', '.join(_RENDERERS)})"
+            )
+        path = results / f"{name}.json"
+        if not path.exists():
+            body = f"Not measured yet: `{_COMMANDS[kind].format(name=name)}`\n"
+        else:
+            content = json.loads(path.read_text())
+            body = _RENDERERS[kind](content) + "\n" + source(content)
+        return f"{match[1]}\n{body}\n{match[4]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, fail on a difference")
+    options = parser.parse_args(argv)
+    text = README.read_text()
+    rendered = render(text)
+    if options.check:
+        if rendered != text:
+            print("README.md: run python tools/render_readme.py", file=sys.stderr)
+        return int(rendered != text)
+    README.write_text(rendered)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
