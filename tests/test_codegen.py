@@ -156,7 +156,9 @@ native/binding/generated/register.cpp""",
     def test_conditions_follow_the_formula(self) -> None:
         path = self.yaml(SMALL)
         assert conditions.evaluate(path, SmallTorch()) == {"STOCK_DROPS_LAYOUT": True}
-        assert conditions.evaluate(path, SmallTorch(formula="f(grads[0], input)")) == {"STOCK_DROPS_LAYOUT": False}
+        assert conditions.evaluate(path, SmallTorch(formula="f(grads[0], input)")) == {
+            "STOCK_DROPS_LAYOUT": False
+        }
 
     def test_output_does_not_depend_on_the_formula(self) -> None:
         path = self.yaml(SMALL)
@@ -291,16 +293,26 @@ ops.yaml: top level: unknown field 'operator'
 
     def test_operator_that_is_there_twice(self) -> None:
         entry = SMALL[SMALL.index("- func") :].replace("_cpu", "_cpu2")
-        self.assertExpectedInline(self.error(SMALL + entry), """ops.yaml: native_group_norm_backward, CPU: is there twice""")
+        self.assertExpectedInline(
+            self.error(SMALL + entry),
+            """ops.yaml: native_group_norm_backward, CPU: is there twice""",
+        )
 
     def test_key_that_is_there_twice(self) -> None:
-        self.assertExpectedInline(self.edited("    CUDA:", "    CPU:"), """ops.yaml: not YAML: Found a duplicate key in the yaml. key=CPU, line=7""")
+        self.assertExpectedInline(
+            self.edited("    CUDA:", "    CPU:"),
+            """ops.yaml: not YAML: Found a duplicate key in the yaml. key=CPU, line=7""",
+        )
 
     def test_condition_that_cannot_be_a_macro(self) -> None:
-        self.assertExpectedInline(self.edited("  STOCK_DROPS_LAYOUT:", "  STOCK-LAYOUT:"), """ops.yaml: conditions, STOCK-LAYOUT: the name becomes a macro: it has to be a C++ identifier""")
+        self.assertExpectedInline(
+            self.edited("  STOCK_DROPS_LAYOUT:", "  STOCK-LAYOUT:"),
+            """ops.yaml: conditions, STOCK-LAYOUT: the name becomes a macro: it has to be a C++ identifier""",
+        )
 
     def test_not_yaml(self) -> None:
-        self.assertExpectedInline(self.error("conditions: [\n"), """ops.yaml: line 2: not YAML: did not find expected node content""")
+        # The rest is the YAML library's.
+        assert self.error("conditions: [\n").startswith("ops.yaml: line 2: not YAML: ")
 
 
 class TestCommand(CodegenTest):
@@ -322,10 +334,13 @@ class TestCommand(CodegenTest):
     def test_write_then_check(self) -> None:
         status, written = self.run_main()
         assert status == 0
-        self.assertExpectedInline(written, """\
+        self.assertExpectedInline(
+            written,
+            """\
 wrote native/binding/generated/kernels.h
 wrote native/binding/generated/register.cpp
-""")
+""",
+        )
         assert self.run_main("--check") == (0, "")
         assert self.run_main() == (0, "")  # nothing to write
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import os
 import subprocess
@@ -128,6 +127,7 @@ def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+        cwd=Path(__file__).parent,  # not the root, where Python would find the sources
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -574,9 +574,6 @@ def test_opcheck(device: str) -> None:
     """Schema, autograd registration, fake tensors and AOTAutograd, by PyTorch's own checker."""
     X, gamma, beta = operands((2, 6, 3, 5), device, torch.float)
     sizes = (2, 6, 15, GROUPS)
-    if CONDITIONS["STOCK_DROPS_LAYOUT"] and device == "cuda":
-        # There stock's derivative formula gives the op NCHW tensors, whatever X is.
-        X, gamma, beta = (t.detach() for t in (X, gamma, beta))
     torch.library.opcheck(aten.native_group_norm.default, (X, gamma, beta, *sizes, 1e-5))
     X, gamma = X.detach(), gamma.detach()
     dY = lay_out(torch.randn(X.shape, device=device), "channels_last")
@@ -777,8 +774,8 @@ def test_fake_training(shape: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("groups, error", list(itertools.product((0, 4), (True,))))
-def test_fake_errors_are_stock(groups: int, error: bool) -> None:
+@pytest.mark.parametrize("groups", [0, 4])
+def test_fake_errors_are_stock(groups: int) -> None:
     """A call that real kernels refuse is refused as it is without us."""
     raised = []
     for on in (True, False):
@@ -787,4 +784,4 @@ def test_fake_errors_are_stock(groups: int, error: bool) -> None:
             with pytest.raises(Exception) as caught:
                 aten.native_group_norm(X, None, None, 2, 6, 15, groups, 1e-5)
             raised.append((type(caught.value), str(caught.value)))
-    assert (raised[0] == raised[1]) is error
+    assert raised[0] == raised[1]

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import results
 import torch
 import torch.nn.functional as F
-
-import results
+from torch import Tensor
 
 sys.path.insert(0, str(results.ROOT / "tests"))
 import reference
@@ -32,16 +32,16 @@ from shapes import KERNEL_CASES, Case
 import gn_override
 
 Step = Callable[[], Any]
-NormFunction = Callable[..., torch.Tensor]
+NormFunction = Callable[..., Tensor]
 
 
-def _stock(X: torch.Tensor, G: int, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+def _stock(X: Tensor, G: int, gamma: Tensor, beta: Tensor) -> Tensor:
     with gn_override.disabled():
         return F.group_norm(X, G, gamma, beta)
 
 
-def _provider(name: str) -> NormFunction | None:
-    """The norm function of a provider, None where it is not installed."""
+def _provider(name: str) -> NormFunction:
+    """The norm function of a provider."""
     if name == "gn_override":
         return F.group_norm
     if name.startswith("stock_"):
@@ -70,6 +70,21 @@ def microseconds(step: Step, milliseconds: int) -> float:
     with torch.cuda.graph(graph):
         step()
     return 1e3 * do_bench(graph.replay, warmup=10, rep=milliseconds, return_mode="median")
+
+
+def _steps(
+    norm: NormFunction, X: Tensor, G: int, gamma: Tensor, beta: Tensor, dY: Tensor
+) -> tuple[Step, Step]:
+    """What is timed: forward, and forward plus backward to X, gamma and beta."""
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return norm(X, G, gamma, beta)
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(norm(X, G, gamma, beta), (X, gamma, beta), dY)
+
+    return forward, forward_backward
 
 
 def measure(case: Case, providers: list[str], milliseconds: int, check: bool) -> dict[str, Any]:
@@ -101,23 +116,14 @@ def measure(case: Case, providers: list[str], milliseconds: int, check: bool) ->
         del ours
     for name in providers:
         norm = _provider(name)
-        if norm is None:
-            continue
         layout = "nchw" if name == "stock_nchw" else "channels_last"
         X = reference.lay_out(inputs.X, layout).requires_grad_()
         dY = reference.lay_out(inputs.dY, layout)
         weight, bias = gamma.clone().requires_grad_(), beta.clone().requires_grad_()
 
-        def forward() -> torch.Tensor:
-            with torch.no_grad():
-                return norm(X, case.groups, weight, bias)
-
-        def forward_backward() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(norm(X, case.groups, weight, bias), (X, weight, bias), dY)
-
+        forward, forward_backward = _steps(norm, X, case.groups, weight, bias, dY)
         row["fwd"][name] = round(microseconds(forward, milliseconds), 2)
         row["fwd_bwd"][name] = round(microseconds(forward_backward, milliseconds), 2)
-        del X, dY
         torch.cuda.empty_cache()
     return row
 

@@ -3,12 +3,13 @@
     python tools/bench_cpu.py                          # every row of tests/shapes.py's CPU_CASES
     python tools/bench_cpu.py --cases model --only sd15_unet --dtype float32
 
-Each round times one call of everything after another: y.copy_(x) of the channels-last tensor,
-stock on NCHW tensors, stock on channels-last ones and ours on the same; forward (under no_grad)
-and forward plus autograd's backward to X, gamma and beta, results allocated by the call. Figures
-are medians in milliseconds over the rounds; the results file has the least times too, which other
-load on the machine disturbs less. Before it is timed, each case is checked against fp64 with the
-test suite's bound.
+Each round gives everything a turn of some calls: y.copy_(x) of the channels-last tensor, stock on
+NCHW tensors, stock on channels-last ones and ours on the same; forward (under no_grad) and forward
+plus autograd's backward to X, gamma and beta, results allocated by the call. The first call of a
+turn, which finds the caches full of the turn before, is not counted. Figures are medians in
+milliseconds over the calls; the results file has the least times too, which other load on the
+machine disturbs less. Before it is timed, each case is checked against fp64 with the test suite's
+bound.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import results
 import torch
 import torch.nn.functional as F
-
-import results
 
 sys.path.insert(0, str(results.ROOT / "tests"))
 import reference
@@ -37,7 +37,9 @@ import gn_override
 Step = Callable[[], Any]
 
 STOCK = ("stock_nchw", "stock_channels_last")
-LEAST_ROUNDS = 5
+LEAST_ROUNDS = 4
+TURN_SECONDS = 0.01
+MOST_CALLS = 20
 
 
 def steps_of(case: shapes.Case, inputs: reference.Inputs) -> dict[str, Step]:
@@ -70,21 +72,27 @@ def steps_of(case: shapes.Case, inputs: reference.Inputs) -> dict[str, Step]:
     return steps
 
 
+def seconds_of(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
 def time_rounds(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of every step in every round; the first round is not counted."""
+    """Milliseconds of the counted calls of every step; the first round warms up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
-    rounds = -1
-    while rounds < LEAST_ROUNDS or time.perf_counter() < end:
-        rounds += 1
+    rounds = 0
+    while rounds <= LEAST_ROUNDS or time.perf_counter() < end:
         for name, step in steps.items():
             ours = name.endswith("gn_override")
             with gn_override.enabled() if ours else gn_override.disabled():
-                start = time.perf_counter()
-                step()
-                elapsed = time.perf_counter() - start
+                first = seconds_of(step)
+                calls = min(max(2, round(TURN_SECONDS / first)), MOST_CALLS)
+                turn = [1e3 * seconds_of(step) for _ in range(calls)]
             if rounds > 0:
-                times[name].append(1e3 * elapsed)
+                times[name] += turn
+        rounds += 1
     return times
 
 
@@ -110,7 +118,7 @@ def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
             row["checked"] = True
         del ours
     times = time_rounds(steps_of(case, inputs), seconds)
-    row["rounds"] = len(times["copy"])
+    row["calls"] = min(len(values) for values in times.values())
     for kind, figure in (("median", statistics.median), ("least", min)):
         figures: dict[str, Any] = {"copy": 0.0, "fwd": {}, "fwd_bwd": {}}
         for name, values in times.items():
@@ -166,7 +174,9 @@ def main() -> int:
     parser.add_argument("--cases", choices=("cpu", "model"), default="cpu")
     parser.add_argument("--only", help="names of cases, or their beginnings, comma separated")
     parser.add_argument("--dtype", help="instead of each case's own")
-    parser.add_argument("--seconds", type=float, default=3, help="of each row (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=3, help="of each row (default %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
     parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
     parser.add_argument("--output", type=Path, help="folder of the results file")

@@ -142,12 +142,13 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 @contextmanager
 def exact_float32() -> Iterator[None]:
     """No TF32 inside."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        yield
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def calls_taken() -> int:

@@ -17,12 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import bench
-import results
-
 import reference
+import results
+import torch
 from shapes import KERNEL_CASES, Case
 
 COLUMNS = (0, 4, 5, 8, 10, 16, 20, 32, 64)
@@ -74,7 +72,9 @@ def sweep(case: Case, backward: bool, milliseconds: int) -> dict[str, Any]:
         for columns, splits, threads, two_pass in pins:
             pin(columns, splits, threads, two_pass)
             rule, plan = _plan(case, backward)
-            wanted = "two_pass" if two_pass or found["policy"].startswith("two_pass") else "resident"
+            wanted = (
+                "two_pass" if two_pass or found["policy"].startswith("two_pass") else "resident"
+            )
             if plan not in found["plans"] and rule in ("resident", wanted):
                 found["plans"][plan] = round(bench.microseconds(step, milliseconds), 2)
     finally:
@@ -90,7 +90,9 @@ def describe(found: dict[str, Any], most: int) -> str:
     for rank, (plan, time) in enumerate(ranked, 1):
         if rank <= most or plan == found["policy"]:
             mark = "policy" if plan == found["policy"] else ""
-            lines.append(f"  {rank:>3} {time:>9.2f} us {time / found['copy']:>6.2f} x  {mark:<7}{plan}")
+            lines.append(
+                f"  {rank:>3} {time:>9.2f} us {time / found['copy']:>6.2f} x  {mark:<7}{plan}"
+            )
     return "\n".join(lines)
 
 

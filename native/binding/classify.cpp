@@ -51,6 +51,12 @@ int64_t channels_last_dim(int64_t i, int64_t dim) {
   return i == 0 ? 1 : i == dim - 1 ? 0 : dim - i;
 }
 
+// NCHW and channels-last are the same memory.
+bool has_one_layout(const at::Tensor& X) {
+  return X.dim() >= 2 && X.dim() <= 5 &&
+      (X.size(1) == 1 || X.numel() == X.size(0) * X.size(1));
+}
+
 // What forward and backward ask of X and of the integers; the cheapest test
 // that most declined calls fail comes first.
 Classified classify_common(
@@ -61,20 +67,24 @@ Classified classify_common(
     int64_t HxW,
     int64_t group) {
   Classified result;
-  if (X.is_contiguous()) {
+  // Stock CUDA kernels refuse a half X with float parameters: there we serve
+  // what is channels-last as well.
+  const bool refused = X.is_cuda() && param_type != X.scalar_type();
+  if (X.is_contiguous() && !(refused && has_one_layout(X))) {
     result.declined = "NCHW-contiguous input";
     return result;
   }
-  if (!prefers_channels_last(X)) {
+  if (!X.is_contiguous() && !prefers_channels_last(X)) {
     result.declined = "input is not channels-last";
-    return result;
-  }
-  if (X.size(0) != N || X.size(1) != C || X.numel() != N * C * HxW) {
-    result.declined = "N, C, HxW are not the input's";
     return result;
   }
   if (X.numel() == 0) {
     result.declined = "empty input";
+    return result;
+  }
+  // A product of integers that lie may overflow to the right number.
+  if (X.size(0) != N || X.size(1) != C || HxW != X.numel() / N / C) {
+    result.declined = "N, C, HxW are not the input's";
     return result;
   }
   if (group <= 0 || C % group != 0) {
@@ -148,7 +158,7 @@ c10::SmallVector<int64_t, 5> channels_last_strides(at::IntArrayRef sizes) {
 }
 
 at::Tensor to_channels_last(const at::Tensor& X) {
-  if (is_channels_last(X)) {
+  if (is_channels_last(X) || (X.is_contiguous() && has_one_layout(X))) {
     return X;
   }
   return at::empty_strided(

@@ -26,10 +26,10 @@ bool is_channels_last(const at::Tensor& X);
 // and its strides are ordered channels-last (a slice of such a tensor).
 bool prefers_channels_last(const at::Tensor& X);
 
-// X itself if is_channels_last(X), else its dense channels-last copy.
+// X itself if its memory is dense and channels-last, else a copy that is.
 at::Tensor to_channels_last(const at::Tensor& X);
 
-// Strides of a dense channels-last tensor of these (3 to 5) sizes.
+// Strides of a dense channels-last tensor of these (2 to 5) sizes.
 c10::SmallVector<int64_t, 5> channels_last_strides(at::IntArrayRef sizes);
 
 Classified classify_forward(

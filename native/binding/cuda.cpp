@@ -91,7 +91,7 @@ struct CUDABackend {
         at::detail::empty_strided_cuda(sizes, strides, type, X.device()));
   }
 
-  // Stock's CUDA kernels take eps in X's dtype.
+  // Stock's CUDA kernels take eps in X's dtype, which is the statistics'.
   static double eps(double eps, at::ScalarType type) {
     switch (type) {
       case at::kHalf:

@@ -94,7 +94,7 @@ Result forward(
   arguments.Y = Y.mutable_data_ptr();
   arguments.mean = mean.mutable_data_ptr();
   arguments.rstd = rstd.mutable_data_ptr();
-  arguments.eps = Backend::eps(eps, X.scalar_type());
+  arguments.eps = Backend::eps(eps, param_type);
   arguments.workspace = mutable_data_or_null(workspace);
   Backend::run(call.problem, plan, arguments);
   count_taken(Op::kForward, Backend::kCuda, plan.rule);

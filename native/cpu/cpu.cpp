@@ -40,7 +40,8 @@ constexpr int64_t kGrain = 16384;
 // more than one thread.
 constexpr int64_t kChannelsPerRange = 64;
 
-// Outputs from this size on get the advice below; it takes a microsecond or two.
+// Outputs from this size on get the advice below; it takes a microsecond or
+// two.
 constexpr int64_t kLeastAdvised = 4 << 20;
 
 // A large output is often memory that the process has just got: always from 32
@@ -55,8 +56,7 @@ void advise_huge_pages(void* output, int64_t bytes) {
     const uintptr_t begin = (address + kHugePage - 1) & ~(kHugePage - 1);
     const uintptr_t end = (address + bytes) & ~(kHugePage - 1);
     // Only advice: where the kernel does not take it, nothing changes.
-    (void)madvise(
-        reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
   }
 #else
   (void)output;
@@ -210,8 +210,7 @@ class Batch {
   }
 
   void* partial(int64_t i, int64_t which) const {
-    return workspace_ +
-        (2 * i + which) * layout_.stride * layout_.accumulator;
+    return workspace_ + (2 * i + which) * layout_.stride * layout_.accumulator;
   }
   void* map(int64_t n, int64_t which) const {
     return workspace_ + offsets_.maps +
@@ -276,16 +275,14 @@ void for_batches(
           for (int64_t n = begin * runs_per_slot * run;
                n < end * runs_per_slot * run;
                ++n) {
-            step(
-                Batch(problem, plan, layout, layout.own, own, n, 1), serial);
+            step(Batch(problem, plan, layout, layout.own, own, n, 1), serial);
           }
         });
   }
   char* shared = workspace + plan.slots * layout.own.bytes;
   for (int64_t n = done; n < problem.N; n += plan.samples_per_batch) {
     const int64_t samples = std::min(plan.samples_per_batch, problem.N - n);
-    step(
-        Batch(problem, plan, layout, layout.shared, shared, n, samples), pool);
+    step(Batch(problem, plan, layout, layout.shared, shared, n, samples), pool);
   }
 }
 
@@ -426,8 +423,7 @@ void cpu_backward(
           [&](int64_t begin, int64_t end) {
             for (int64_t n = 0; n < batch.samples(); ++n) {
               const int64_t at = batch.first() + n;
-              double* total =
-                  totals + at / samples_per_run * 2 * layout.stride;
+              double* total = totals + at / samples_per_run * 2 * layout.stride;
               const double* sums = batch.sums(n, 0);
               if (at % samples_per_run == 0) {
                 std::copy(sums + begin, sums + end, total + begin);
@@ -475,8 +471,7 @@ void cpu_backward(
     parameter.store_totals(totals, problem.C, arguments.dgamma);
   }
   if (problem.want_dbeta) {
-    parameter.store_totals(
-        totals + layout.stride, problem.C, arguments.dbeta);
+    parameter.store_totals(totals + layout.stride, problem.C, arguments.dbeta);
   }
 }
 

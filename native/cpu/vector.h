@@ -7,7 +7,8 @@
 // a machine without AVX-512 would execute it.
 //
 // GCC's vector extension gives arithmetic, comparison and ?: on vectors of any
-// width; intrinsics serve fused multiply-add, half and partial loads and stores.
+// width; intrinsics serve fused multiply-add, half and partial loads and
+// stores.
 #pragma once
 
 #include <cstdint>
@@ -189,8 +190,7 @@ inline void store(Half* p, FloatVector v) {
 }
 #elif defined(__AVX2__)
 inline FloatVector load(const Half* p) {
-  return _mm256_cvtph_ps(
-      _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline void store(Half* p, FloatVector v) {
   _mm_storeu_si128(
@@ -221,8 +221,7 @@ inline void store(Half* p, FloatVector v) {
   const auto shifted = (Int32Vector)((FloatVector)magnitude + 0.5f);
   const Int32Vector infinity = Int32Vector{} + 0x7c00;
   const Int32Vector nan = Int32Vector{} + 0x7e00;
-  Int32Vector result =
-      magnitude < 0x38800000 ? shifted - 0x3f000000 : normal;
+  Int32Vector result = magnitude < 0x38800000 ? shifted - 0x3f000000 : normal;
   result = magnitude >= 0x47800000 ? infinity : result;
   result = magnitude > 0x7f800000 ? nan : result;
   store_bits(&p->bits, (UInt32Vector)(sign | result));

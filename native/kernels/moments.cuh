@@ -5,7 +5,8 @@
 //   delta = m_b - m_a, n = n_a + n_b,
 //   m = m_a + delta n_b / n, M2 = M2_a + M2_b + delta^2 n_a n_b / n
 // (Chan, Golub, LeVeque 1983), or, where all partials are at hand, by
-//   m = sum n_i m_i / n, M2 = sum M2_i + n_i (m_i - m)^2.
+//   m = sum n_i m_i / n, M2 = sum M2_i + n_i (m_i - m)^2
+// See DeviationSums for how the last is computed.
 #pragma once
 
 #include "native/kernels/reduce.cuh"
@@ -19,6 +20,9 @@ namespace gn_override {
 template <typename T, int kVector>
 struct ChannelMoments {
   using Acc = Accumulator<T>;
+  // Where the mean's own rounding would show in the result, `mean` is kept
+  // relative to the first pixel until finish().
+  Acc pivot[kVector] = {};
   Acc mean[kVector] = {};
   Acc M2[kVector] = {};
   int count = 0;
@@ -32,7 +36,7 @@ struct ChannelMoments {
     if (count == 0) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        mean[j] = widen(pixel[0].channel[j]);
+        (kFoldsMean<T> ? mean[j] : pivot[j]) = widen(pixel[0].channel[j]);
       }
     }
     count += kPixels;
@@ -43,13 +47,23 @@ struct ChannelMoments {
       Acc square = 0;
 #pragma unroll
       for (int i = 0; i < kPixels; ++i) {
-        const Acc d = widen(pixel[i].channel[j]) - mean[j];
+        const Acc x = widen(pixel[i].channel[j]);
+        const Acc d = (kFoldsMean<T> ? x : x - pivot[j]) - mean[j];
         sum += d;
         square += d * d;
       }
       const Acc shift = sum * per_count;
       mean[j] += shift;
       M2[j] += square - sum * shift;
+    }
+  }
+
+  __device__ void finish() {
+    if constexpr (!kFoldsMean<T>) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        mean[j] += pivot[j];
+      }
     }
   }
 
@@ -68,6 +82,32 @@ struct ChannelMoments {
         }
       }
     }
+  }
+};
+
+// (mean, M2) of parts with known counts, given a mean m that is right up to the
+// rounding of sums: with d_i = m_i - m,
+//   mean = m + sum n_i d_i / n
+//   M2 = sum (M2_i + n_i d_i^2) - (sum n_i d_i)^2 / n
+// The sum of deviations corrects m: equal parts give exactly their mean.
+template <typename Acc>
+struct DeviationSums {
+  Acc first = 0; // sum n_i d_i
+  Acc second = 0; // sum M2_i + n_i d_i^2
+
+  // A part (mean, M2) of `pixels` pixels of `channels` channels. `first` counts
+  // pixels alone.
+  __device__ void add(Pair<Acc> part, Acc pixels, Acc channels, Acc near_mean) {
+    const Acc d = part.first - near_mean;
+    const Acc weighted = pixels * d;
+    first += weighted;
+    second += part.second + weighted * channels * d;
+  }
+
+  // `pixels` of all parts, each of `channels` channels.
+  __device__ Pair<Acc> moments(Acc near_mean, Acc pixels, Acc channels) const {
+    const Acc shift = first / pixels;
+    return {near_mean + shift, second - first * channels * shift};
   }
 };
 
@@ -129,6 +169,7 @@ __device__ __forceinline__ void fold_segments(
     Emit emit) {
   using Acc = Accumulator<T>;
   const int merged = channels_of_one_group(shape.D.divisor(), kVector);
+  moments.finish();
   moments.merge_neighbours(merged);
   // What follows calls `merged` channels one. Channel column * vector + j of
   // row r stands at [j][r][column]: no two lanes of a warp meet in a bank when
@@ -183,26 +224,27 @@ __device__ __forceinline__ void fold_segments(
     };
     const Walk start(lane, lanes, width);
 
+    const Acc count = static_cast<Acc>(at.pixels) * width;
     Acc sum = 0;
     Walk walk = start;
 #pragma unroll 2
     for (int i = lane; i < items; i += lanes, walk.next()) {
       sum += pixels_of(walk) * means[index(walk)];
     }
-    const Acc mean =
-        sum_lanes(sum, lanes) / (static_cast<Acc>(at.pixels) * width);
+    const Acc near_mean = sum_lanes(sum, lanes) / count;
 
-    Acc M2 = 0;
+    DeviationSums<Acc> deviations;
     walk = start;
 #pragma unroll 2
     for (int i = lane; i < items; i += lanes, walk.next()) {
       const int at_item = index(walk);
-      const Acc delta = means[at_item] - mean;
-      M2 += M2s[at_item] + pixels_of(walk) * merged * delta * delta;
+      deviations.add(
+          {means[at_item], M2s[at_item]}, pixels_of(walk), merged, near_mean);
     }
-    M2 = sum_lanes(M2, lanes);
+    deviations.first = sum_lanes(deviations.first, lanes);
+    deviations.second = sum_lanes(deviations.second, lanes);
     if (lane == 0 && segment < segments) {
-      emit(group, Pair<Acc>{mean, M2});
+      emit(group, deviations.moments(near_mean, count, merged));
     }
   }
 }

@@ -186,10 +186,14 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
         shape.D.divisor();
     const Acc all_items = static_cast<Acc>(shape.HxW) * shape.D.divisor();
     const Pair<Acc> part = cluster.in_block(own, split)[g];
-    const Acc mean = sum_lanes(items * part.first, splits) / all_items;
-    const Acc delta = part.first - mean;
-    const Acc M2 = sum_lanes(part.second + items * delta * delta, splits);
-    const Acc rstd = reciprocal_sqrt(M2 / all_items + eps);
+    const Acc near_mean = sum_lanes(items * part.first, splits) / all_items;
+    DeviationSums<Acc> deviations;
+    deviations.add(part, items, 1, near_mean);
+    deviations.first = sum_lanes(deviations.first, splits);
+    deviations.second = sum_lanes(deviations.second, splits);
+    const Pair<Acc> of_group = deviations.moments(near_mean, all_items, 1);
+    const Acc mean = of_group.first;
+    const Acc rstd = reciprocal_sqrt(of_group.second / all_items + eps);
     if (split == 0) {
       total[g] = {mean, rstd};
       if (at.split == 0) {

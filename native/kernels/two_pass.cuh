@@ -114,21 +114,28 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   allow_next_kernel();
   wait_for_previous_kernel();
   Acc sum = 0;
-  Walk walk(Threads::rank(), Threads::size(), tiles);
+  const Walk start(Threads::rank(), Threads::size(), tiles);
+  Walk walk = start;
   for (int i = Threads::rank(); i < items; i += Threads::size(), walk.next()) {
     sum +=
         count(walk) * own[static_cast<int64_t>(walk.y) * slots + walk.x].first;
   }
-  const Acc mean = Threads::sum(sum) / total;
+  const Acc near_mean = Threads::sum(sum) / total;
 
-  Acc M2 = 0;
-  walk = Walk(Threads::rank(), Threads::size(), tiles);
+  DeviationSums<Acc> deviations;
+  walk = start;
   for (int i = Threads::rank(); i < items; i += Threads::size(), walk.next()) {
-    const Pair<Acc> part = own[static_cast<int64_t>(walk.y) * slots + walk.x];
-    const Acc delta = part.first - mean;
-    M2 += part.second + count(walk) * delta * delta;
+    deviations.add(
+        own[static_cast<int64_t>(walk.y) * slots + walk.x],
+        count(walk),
+        1,
+        near_mean);
   }
-  const Acc rstd = reciprocal_sqrt(Threads::sum(M2) / total + eps);
+  deviations.first = Threads::sum(deviations.first);
+  deviations.second = Threads::sum(deviations.second);
+  const Pair<Acc> of_group = deviations.moments(near_mean, total, 1);
+  const Acc mean = of_group.first;
+  const Acc rstd = reciprocal_sqrt(of_group.second / total + eps);
 
   if (!idle && Threads::rank() == 0) {
     moments[index] = {mean, rstd};

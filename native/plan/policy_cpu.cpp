@@ -12,12 +12,12 @@ namespace {
 
 // What has been read for the sums should still be in a cache when it is read
 // again for the output. Level-2 caches of servers are 1 to 2 MB a core, the
-// shared ones rarely below 16 MB. Barriers cost microseconds on an idle machine
+// shared ones 32 MB and more. Barriers cost microseconds on an idle machine
 // and a time slice each on a busy one, so there should be few: a thread works
 // on samples of its own where that many samples fit the caches, and what all
 // threads work on together is as large as the caches allow.
 constexpr int64_t kCacheBytesPerThread = 1 << 20;
-constexpr int64_t kSharedCacheBytes = 16 << 20;
+constexpr int64_t kSharedCacheBytes = 32 << 20;
 
 // Bytes of a chunk at most: several chunks a thread and batch, so that threads
 // are loaded evenly.

@@ -15,8 +15,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-// Pixels that a thread has in flight at once (the kernels' kBatch). A split
-// shorter than this many rows of the tile would leave loads unissued.
+// Vectors that a block of the backward pass has side by side, at most: 512
+// bytes of a pixel.
+constexpr int kBackwardColumns = 32;
+
+// Pixels that a thread shall walk, at least: a split shorter than this many
+// rows of the tile would cost more to fold than to read.
 constexpr int kPixelsInFlight = 8;
 
 // Blocks a multiprocessor: enough to fill it twice over at the kernels'
@@ -233,8 +237,12 @@ Plan plan_two_pass(const Problem& problem, const Device& device) {
   plan.scheme = Scheme::kTwoPass;
   plan.vector = vector_width(problem);
 
+  // The backward pass leaves sums of every channel for every split: narrower
+  // tiles make as many blocks of fewer splits, and so a smaller workspace.
+  const bool forward = problem.direction == Direction::kForward;
   const int64_t columns = problem.C / plan.vector;
-  plan.column_tiles = static_cast<int>(ceil_div(columns, kThreads));
+  plan.column_tiles = static_cast<int>(
+      ceil_div(columns, forward ? kThreads : kBackwardColumns));
   plan.columns = static_cast<int>(ceil_div(columns, plan.column_tiles));
   plan.rows = static_cast<int>(
       std::clamp<int64_t>(kThreads / plan.columns, 1, problem.HxW));
@@ -261,9 +269,8 @@ Plan plan_two_pass(const Problem& problem, const Device& device) {
   // Forward: (mean, M2) of each split's segments (see two_pass.cuh), then
   // (mean, rstd) of each group. Backward: (sum dY * xhat, sum dY) of each
   // split's channels, then two coefficients of each group.
-  const int64_t partials = problem.direction == Direction::kForward
-      ? problem.G + plan.column_tiles - 1
-      : problem.C;
+  const int64_t partials =
+      forward ? problem.G + plan.column_tiles - 1 : problem.C;
   plan.workspace_bytes = static_cast<size_t>(
       2 * accumulator_bytes(problem) * problem.N *
       (plan.splits * partials + problem.G));
