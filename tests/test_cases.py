@@ -494,6 +494,8 @@ def test_11_no_pixels_or_no_channels(device, shape, groups):
     )
 
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 LIES = {
     "N": (3, 8, 15, 4),
     "C": (2, 16, 15, 4),
@@ -509,8 +511,8 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_12_sizes_that_lie(device, layout, lie):
     """#194806: direct calls with sizes that are not the input's never read out of bounds."""
-    if layout == "nchw" and lie == "overflow":
-        pytest.skip("stock's own kernels, which NCHW goes to, trust such sizes: some crash")
+    if lie == "overflow" and (layout == "nchw" or TORCH < (2, 13)):
+        pytest.skip("stock's own kernels, where such a call ends, trust its sizes and may crash")
     X = lay_out(torch.randn(2, 8, 3, 5, device=device), layout)
     gamma, beta = torch.randn(2, 8, device=device)
     for parameters in ((gamma, beta), (None, None)):

@@ -137,13 +137,13 @@ class Conv3d(nn.Conv3d):
 
 
 def video_decoder() -> nn.Module:
-    """A volume decoder: NDHWC."""
+    """A volume decoder: NDHWC. A norm takes out what a bias adds: no gradient to compare."""
     return nn.Sequential(
-        Conv3d(4, 16, 3, padding=1),
+        Conv3d(4, 16, 3, padding=1, bias=False),
         nn.GroupNorm(8, 16),
         nn.SiLU(),
         nn.Upsample(scale_factor=2, mode="nearest"),
-        Conv3d(16, 16, 3, padding=1),
+        Conv3d(16, 16, 3, padding=1, bias=False),
         nn.GroupNorm(16, 16),
         nn.SiLU(),
         nn.Conv3d(16, 3, 1),

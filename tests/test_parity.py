@@ -324,7 +324,5 @@ def test_reference_agrees_with_autograd():
 
 def test_fresh_memory_is_poisoned(device):
     """The fixture that all of these run under does what it says, for large and small blocks."""
-    for numel in (100, 1 << 16, 1 << 22):
-        fresh = torch.empty(numel, device=device)
-        assert fresh.isnan().all()
-        del fresh
+    fresh = [torch.empty(numel, device=device) for numel in (100, 1 << 16, 1 << 22)]
+    assert all(block.isnan().all() for block in fresh)

@@ -1,7 +1,7 @@
 """Time the CPU kernels against a copy and against stock, side by side: the CPU table.
 
     python tools/bench_cpu.py                          # every row of tests/shapes.py's CPU_CASES
-    python tools/bench_cpu.py --cases model --only sd15_unet --dtype float32
+    python tools/bench_cpu.py --cases model --only sd15_unet
 
 Each round gives everything a turn of some calls: y.copy_(x) of the channels-last tensor, stock on
 NCHW tensors, stock on channels-last ones and ours on the same; forward (under no_grad) and forward
@@ -15,6 +15,7 @@ bound.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
@@ -179,7 +180,8 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
     parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
-    parser.add_argument("--output", type=Path, help="folder of the results file")
+    parser.add_argument("--output", default="", help="name of the results file to write")
+    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 
@@ -200,20 +202,16 @@ def main() -> int:
     print("\n".join(f"{name}: {value:.2f}" for name, value in means.items()))
     if arguments.output:
         head = results.machine("cpu") | {
-            "instruction_set": _instruction_set(),
+            "unit": "milliseconds",
+            "instruction_set": json.loads(torch.ops.gn_override.build_info())[
+                "cpu_instruction_set"
+            ],
             "load_average": round(os.getloadavg()[0], 2),
             "summary": means,
             "summary of least times": summary(rows, "least"),
         }
-        name = f"cpu-{head['torch'].partition('+')[0]}-{arguments.cases}"
-        print(results.write(name, head | {"rows": rows}, arguments.output))
+        print(results.write(arguments.output, head | {"rows": rows}, arguments.folder))
     return any("wrong" in row for row in rows)
-
-
-def _instruction_set() -> str:
-    import json
-
-    return json.loads(torch.ops.gn_override.build_info())["cpu_instruction_set"]
 
 
 if __name__ == "__main__":

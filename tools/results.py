@@ -35,6 +35,15 @@ def commit() -> str:
     return os.environ.get("GN_OVERRIDE_COMMIT") or described or "unknown"
 
 
+def command() -> str:
+    """The command line, without the folder that the file is written to."""
+    words = list(sys.argv)
+    if "--folder" in words:
+        at = words.index("--folder")
+        del words[at : at + 2]
+    return shlex.join(["python", *words])
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -50,7 +59,7 @@ def machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

@@ -40,6 +40,11 @@ constexpr int64_t kGrain = 16384;
 // more than one thread.
 constexpr int64_t kChannelsPerRange = 64;
 
+// Outputs from this size on are written past the caches: they would not stay
+// there anyway. On two cores with 32 MB of shared cache, 26 MB of float took 0
+// to 40% less time, by the load on the memory, and 10 MB a third more.
+constexpr int64_t kLeastStreamed = 24 << 20;
+
 // Outputs from this size on get the advice below; it takes a microsecond or
 // two.
 constexpr int64_t kLeastAdvised = 4 << 20;
@@ -192,7 +197,8 @@ class Batch {
     return {
         std::min(plan_.pixels_per_split, problem_.HxW - row),
         problem_.C,
-        plan_.fold};
+        plan_.fold,
+        problem_.bytes() >= kLeastStreamed};
   }
   // The chunk's first element in X, Y, dY or dX.
   template <typename Void>

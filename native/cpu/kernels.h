@@ -22,6 +22,7 @@ struct Chunk {
   int64_t rows;
   int64_t C;
   int64_t fold; // fold == 1 or fold * C <= kMaxFoldedRow
+  bool stream; // write the output past the caches where that is possible
 };
 
 // Groups [group_begin, group_end) of one sample, and the partial results of its

@@ -224,7 +224,24 @@ void moments(const void* X_, Chunk chunk, void* mean_, void* M2_) {
 
 // --- normalisation ---------------------------------------------------------
 
-template <int R, typename T, typename A>
+// Whether rows of `width` elements at p can be streamed, which needs every
+// vector to be an aligned line.
+template <typename T>
+inline bool can_stream(Chunk chunk, const T* p, int64_t width) {
+  return chunk.stream && kCanStream<T> && width % kLanes<T> == 0 &&
+      reinterpret_cast<uintptr_t>(p) % 64 == 0;
+}
+
+template <bool kTail, bool kStream, typename T>
+inline void store_output(T* p, int64_t n, Vector<Accumulator<T>> v) {
+  if constexpr (kStream && kCanStream<T>) {
+    store_streaming(p, v);
+  } else {
+    store<kTail>(p, n, v);
+  }
+}
+
+template <int R, bool kStream, typename T, typename A>
 inline void normalise_rows(
     const T* X,
     T* Y,
@@ -236,14 +253,16 @@ inline void normalise_rows(
   using V = Vector<A>;
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
     prefetch<R>(X, stride, v);
-    prefetch<R>(Y, stride, v);
+    if constexpr (!kStream) {
+      prefetch<R>(Y, stride, v);
+    }
     const V m = load(center + v);
     const V a = load(scale + v);
     const V b = load(shift + v);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const V x = load<kTail>(X + r * stride + v, n);
-      store<kTail>(Y + r * stride + v, n, fma(x - m, a, b));
+      store_output<kTail, kStream>(Y + r * stride + v, n, fma(x - m, a, b));
     }
   });
 }
@@ -258,12 +277,21 @@ void normalise(const void* X_, void* Y_, Chunk chunk, const Affine& affine) {
   const A* shift = as<A>(affine.shift);
   const int64_t width = chunk.fold * chunk.C;
   const int64_t rows = chunk.rows / chunk.fold;
-  for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
-    const int64_t at = row * width;
-    normalise_rows<R>(X + at, Y + at, width, width, center, scale, shift);
-  });
+  const auto run = [&]<bool kStream>() {
+    for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
+      const int64_t at = row * width;
+      normalise_rows<R, kStream>(
+          X + at, Y + at, width, width, center, scale, shift);
+    });
+  };
+  if (can_stream(chunk, Y, width)) {
+    run.template operator()<true>();
+    end_streaming();
+  } else {
+    run.template operator()<false>();
+  }
   const int64_t at = rows * width;
-  normalise_rows<1>(
+  normalise_rows<1, false>(
       X + at, Y + at, 0, chunk.rows * chunk.C - at, center, scale, shift);
 }
 
@@ -365,7 +393,7 @@ void gradient_sums(
 
 // --- gradient of X ---------------------------------------------------------
 
-template <int R, typename T, typename A>
+template <int R, bool kStream, typename T, typename A>
 inline void input_gradient_rows(
     const T* dY,
     const T* X,
@@ -380,7 +408,9 @@ inline void input_gradient_rows(
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
     prefetch<R>(dY, stride, v);
     prefetch<R>(X, stride, v);
-    prefetch<R>(dX, stride, v);
+    if constexpr (!kStream) {
+      prefetch<R>(dX, stride, v);
+    }
     const V m = load(center + v);
     const V a = load(dY_scale + v);
     const V b = load(X_scale + v);
@@ -389,7 +419,8 @@ inline void input_gradient_rows(
     for (int r = 0; r < R; ++r) {
       const V dy = load<kTail>(dY + r * stride + v, n);
       const V x = load<kTail>(X + r * stride + v, n);
-      store<kTail>(dX + r * stride + v, n, fma(dy, a, fma(x - m, b, c)));
+      store_output<kTail, kStream>(
+          dX + r * stride + v, n, fma(dy, a, fma(x - m, b, c)));
     }
   });
 }
@@ -411,15 +442,23 @@ void input_gradient(
   const A* shift = as<A>(gradient.shift);
   const int64_t width = chunk.fold * chunk.C;
   const int64_t rows = chunk.rows / chunk.fold;
-  const auto run = [&]<int R>(int64_t at, int64_t n) {
-    input_gradient_rows<R>(
+  const auto map = [&]<int R, bool kStream>(int64_t at, int64_t n) {
+    input_gradient_rows<R, kStream>(
         dY + at, X + at, dX + at, width, n, center, dY_scale, X_scale, shift);
   };
-  for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
-    run.template operator()<R>(row * width, width);
-  });
+  const auto run = [&]<bool kStream>() {
+    for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
+      map.template operator()<R, kStream>(row * width, width);
+    });
+  };
+  if (can_stream(chunk, dX, width)) {
+    run.template operator()<true>();
+    end_streaming();
+  } else {
+    run.template operator()<false>();
+  }
   const int64_t at = rows * width;
-  run.template operator()<1>(at, chunk.rows * chunk.C - at);
+  map.template operator()<1, false>(at, chunk.rows * chunk.C - at);
 }
 
 // --- from the chunks to the groups of a sample -----------------------------

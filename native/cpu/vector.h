@@ -228,6 +228,26 @@ inline void store(Half* p, FloatVector v) {
 }
 #endif
 
+// Stores past the caches, of vectors that are whole lines: p is aligned.
+template <typename T>
+constexpr bool kCanStream = kLanes<T> * sizeof(T) == 64;
+
+#if defined(__AVX512F__)
+inline void store_streaming(float* p, FloatVector v) {
+  _mm512_stream_ps(p, v);
+}
+inline void store_streaming(double* p, DoubleVector v) {
+  _mm512_stream_pd(p, v);
+}
+#endif
+
+// Before other threads may read what was streamed.
+inline void end_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 // The first n elements, 0 < n < lanes; nothing after them is touched, and the
 // other lanes are zero.
 #if defined(__AVX512F__)

@@ -47,6 +47,16 @@ int64_t accumulator_bytes(const Problem& problem) {
   return problem.dtype == DType::kDouble ? 8 : 4;
 }
 
+// Workspaces of large tensors shall be at most 2% of X, where a coarser cut of
+// the pixels can make them so.
+constexpr int64_t kLargeTensor = int64_t{64} << 20;
+constexpr int64_t kWorkspaceShare = 50;
+
+bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
+  return problem.bytes() > kLargeTensor &&
+      workspace_bytes > problem.bytes() / kWorkspaceShare;
+}
+
 // -- resident ----------------------------------------------------------------
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
@@ -156,6 +166,10 @@ Candidate resident_candidate(
   const double block_ns = (operands + 1) * slice_bytes * plan.pixels_per_split /
       kBytesPerNs * uneven;
   const int64_t multiprocessors = running_clusters(device, cluster) * cluster;
+  if (cluster > 1 && exceeds_workspace_share(problem, plan.workspace_bytes)) {
+    return result;
+  }
+
   const int64_t blocks = problem.N * plan.column_tiles * cluster;
   const int64_t waves = ceil_div(blocks, resident * multiprocessors);
   double barrier = 0;
@@ -250,8 +264,14 @@ Plan plan_two_pass(const Problem& problem, const Device& device) {
   const int64_t wanted = ceil_div(
       kBlocksPerMultiprocessor * device.sm_count,
       problem.N * plan.column_tiles);
-  const int64_t most =
+  int64_t most =
       ceil_div(problem.HxW, static_cast<int64_t>(plan.rows) * kPixelsInFlight);
+  const int64_t sums_of_split =
+      2 * accumulator_bytes(problem) * problem.N * problem.C;
+  if (!forward && exceeds_workspace_share(problem, most * sums_of_split)) {
+    most = std::max<int64_t>(
+        1, (problem.bytes() / kWorkspaceShare) / sums_of_split - 1);
+  }
   const int64_t splits = device.pins.splits > 0
       ? device.pins.splits
       : std::clamp<int64_t>(wanted, 1, most);
