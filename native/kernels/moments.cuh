@@ -85,6 +85,16 @@ struct ChannelMoments {
   }
 };
 
+// The moments of a part of a group, or of a group. The mean is mean + low:
+// `low` is what rounding takes from it, which shows where |mean| is far above
+// the deviation.
+template <typename Acc>
+struct Moments {
+  Acc mean;
+  Acc low;
+  Acc second; // M2 of a part, rstd of a group
+};
+
 // (mean, M2) of parts with known counts, given a mean m that is right up to the
 // rounding of sums: with d_i = m_i - m,
 //   mean = m + sum n_i d_i / n
@@ -92,22 +102,35 @@ struct ChannelMoments {
 // The sum of deviations corrects m: equal parts give exactly their mean.
 template <typename Acc>
 struct DeviationSums {
-  Acc first = 0; // sum n_i d_i
-  Acc second = 0; // sum M2_i + n_i d_i^2
+  Acc of_mean = 0; // sum n_i d_i
+  CompensatedSum<Acc> of_M2 = CompensatedSum<Acc>::zero();
 
-  // A part (mean, M2) of `pixels` pixels of `channels` channels. `first` counts
-  // pixels alone.
-  __device__ void add(Pair<Acc> part, Acc pixels, Acc channels, Acc near_mean) {
-    const Acc d = part.first - near_mean;
+  // A part of `pixels` pixels of `channels` channels. `of_mean` counts pixels
+  // alone.
+  __device__ void
+  add(Moments<Acc> part, Acc pixels, Acc channels, Acc near_mean) {
+    const Acc d = (part.mean - near_mean) + part.low;
     const Acc weighted = pixels * d;
-    first += weighted;
-    second += part.second + weighted * channels * d;
+    of_mean += weighted;
+    of_M2.add(part.second + weighted * channels * d);
+  }
+
+  // Adds up those of several threads: sum(x) is the sum of their x.
+  template <typename Sum>
+  __device__ void reduce(Sum sum) {
+    of_mean = sum(of_mean);
+    of_M2 = {sum(of_M2.sum), sum(of_M2.lost)};
   }
 
   // `pixels` of all parts, each of `channels` channels.
-  __device__ Pair<Acc> moments(Acc near_mean, Acc pixels, Acc channels) const {
-    const Acc shift = first / pixels;
-    return {near_mean + shift, second - first * channels * shift};
+  __device__ Moments<Acc> moments(Acc near_mean, Acc pixels, Acc channels)
+      const {
+    const Acc shift = of_mean / pixels;
+    const Acc mean = near_mean + shift;
+    return {
+        mean,
+        shift - (mean - near_mean),
+        of_M2.value() - of_mean * channels * shift};
   }
 };
 
@@ -119,7 +142,7 @@ struct Normalization {
   Acc scale[kVector];
   Acc shift[kVector];
 
-  // moments_of(group) is (mean, rstd).
+  // moments_of(group) has rstd as its second.
   template <typename MomentsOf>
   __device__ Normalization(
       const Shape& shape,
@@ -129,17 +152,15 @@ struct Normalization {
       MomentsOf moments_of) {
     gamma.read(at.channel, 1, scale);
     beta.read(at.channel, 0, shift);
-    Pair<Acc> moment;
+    Moments<Acc> moment;
     for_each_channel<kVector>(
         shape,
         at.channel,
         [&](int group) { moment = moments_of(group); },
         [&](int j) {
-          mean[j] = moment.first;
+          mean[j] = moment.mean;
           scale[j] *= moment.second;
-          if constexpr (kFoldsMean<T>) {
-            shift[j] -= mean[j] * scale[j];
-          }
+          shift[j] -= (kFoldsMean<T> ? moment.mean : moment.low) * scale[j];
         });
   }
 
@@ -156,7 +177,7 @@ struct Normalization {
 };
 
 // Folds the moments of a block's threads into those of its tile's segments
-// (what the tile and a group have in common) and calls emit(group, (mean, M2))
+// (what the tile and a group have in common) and calls emit(group, Moments)
 // once for each. `shared` has room for fold_size() accumulators. All threads of
 // the block must call.
 template <typename T, int kVector, typename Emit>
@@ -239,10 +260,12 @@ __device__ __forceinline__ void fold_segments(
     for (int i = lane; i < items; i += lanes, walk.next()) {
       const int at_item = index(walk);
       deviations.add(
-          {means[at_item], M2s[at_item]}, pixels_of(walk), merged, near_mean);
+          {means[at_item], 0, M2s[at_item]},
+          pixels_of(walk),
+          merged,
+          near_mean);
     }
-    deviations.first = sum_lanes(deviations.first, lanes);
-    deviations.second = sum_lanes(deviations.second, lanes);
+    deviations.reduce([&](Acc value) { return sum_lanes(value, lanes); });
     if (lane == 0 && segment < segments) {
       emit(group, deviations.moments(near_mean, count, merged));
     }

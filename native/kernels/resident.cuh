@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
 
   extern __shared__ __align__(16) unsigned char shared[];
   const Slab<T, kVector> slab(shared);
-  auto* const own = reinterpret_cast<Pair<Acc>*>(shared + layout.own);
-  auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);
+  auto* const own = reinterpret_cast<Moments<Acc>*>(shared + layout.own);
+  auto* const total = reinterpret_cast<Moments<Acc>*>(shared + layout.total);
 
   allow_next_kernel();
   const int count = pixels_of_thread(tiling, at);
@@ -177,7 +177,9 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
       at,
       moments,
       reinterpret_cast<Acc*>(shared + layout.fold),
-      [&](int group, Pair<Acc> moment) { own[group - groups.first] = moment; });
+      [&](int group, Moments<Acc> moment) {
+        own[group - groups.first] = moment;
+      });
   cluster.sync();
 
   for_each_share(tiling, groups, [&](int g, int split) {
@@ -185,21 +187,19 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
     const Acc items = static_cast<Acc>(min(left, tiling.pixels_per_split)) *
         shape.D.divisor();
     const Acc all_items = static_cast<Acc>(shape.HxW) * shape.D.divisor();
-    const Pair<Acc> part = cluster.in_block(own, split)[g];
-    const Acc near_mean = sum_lanes(items * part.first, splits) / all_items;
+    const Moments<Acc> part = cluster.in_block(own, split)[g];
+    const Acc near_mean = sum_lanes(items * part.mean, splits) / all_items;
     DeviationSums<Acc> deviations;
     deviations.add(part, items, 1, near_mean);
-    deviations.first = sum_lanes(deviations.first, splits);
-    deviations.second = sum_lanes(deviations.second, splits);
-    const Pair<Acc> of_group = deviations.moments(near_mean, all_items, 1);
-    const Acc mean = of_group.first;
-    const Acc rstd = reciprocal_sqrt(of_group.second / all_items + eps);
+    deviations.reduce([&](Acc value) { return sum_lanes(value, splits); });
+    Moments<Acc> of_group = deviations.moments(near_mean, all_items, 1);
+    of_group.second = reciprocal_sqrt(of_group.second / all_items + eps);
     if (split == 0) {
-      total[g] = {mean, rstd};
+      total[g] = of_group;
       if (at.split == 0) {
         const int64_t index = at.n * shape.G + groups.first + g;
-        mean_out.set(index, mean);
-        rstd_out.set(index, rstd);
+        mean_out.set(index, of_group.mean);
+        rstd_out.set(index, of_group.second);
       }
     }
   });

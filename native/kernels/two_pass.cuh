@@ -20,7 +20,7 @@ namespace gn_override {
 
 // -- forward -----------------------------------------------------------------
 
-// partial[n][split][slot] = (mean, M2) of the segment; column_tiles + G - 1
+// partial[n][split][slot] is of the segment; column_tiles + G - 1
 // slots. Dynamic
 // shared memory: fold_size() accumulators.
 template <typename T, int kVector>
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         Shape shape,
         Tiling tiling,
         const T* __restrict__ X,
-        Pair<Accumulator<T>>* __restrict__ partial) {
+        Moments<Accumulator<T>>* __restrict__ partial) {
   using Acc = Accumulator<T>;
   const Position at =
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
 
   extern __shared__ __align__(16) unsigned char shared[];
   const int slots = shape.G + tiling.column_tiles.divisor() - 1;
-  Pair<Acc>* const own =
+  Moments<Acc>* const own =
       partial + (at.n * tiling.splits.divisor() + at.split) * slots + at.tile;
   fold_segments(
       shape,
@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       at,
       moments,
       reinterpret_cast<Acc*>(shared),
-      [&](int group, Pair<Acc> moment) { own[group] = moment; });
+      [&](int group, Moments<Acc> moment) { own[group] = moment; });
 }
 
-// moments[n][g] = (mean, rstd) in the accumulator's type; mean and rstd are
+// moments[n][g], with rstd, in the accumulator's type; mean and rstd are
 // rounded. One team (see Team) for each (n, g).
 template <typename T, bool kBlock>
 __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     Tiling tiling,
     int vector,
     Accumulator<T> eps,
-    const Pair<Accumulator<T>>* __restrict__ partial,
-    Pair<Accumulator<T>>* __restrict__ moments,
+    const Moments<Accumulator<T>>* __restrict__ partial,
+    Moments<Accumulator<T>>* __restrict__ moments,
     ParameterOut<T> mean_out,
     ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   const int first_tile = first / tile_width;
   const int tiles = last / tile_width - first_tile + 1;
   const int slots = shape.G + tiling.column_tiles.divisor() - 1;
-  const Pair<Acc>* const own =
+  const Moments<Acc>* const own =
       partial + n * tiling.splits.divisor() * slots + group + first_tile;
 
   const auto count = [&](const Walk& walk) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   Walk walk = start;
   for (int i = Threads::rank(); i < items; i += Threads::size(), walk.next()) {
     sum +=
-        count(walk) * own[static_cast<int64_t>(walk.y) * slots + walk.x].first;
+        count(walk) * own[static_cast<int64_t>(walk.y) * slots + walk.x].mean;
   }
   const Acc near_mean = Threads::sum(sum) / total;
 
@@ -131,16 +131,14 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
         1,
         near_mean);
   }
-  deviations.first = Threads::sum(deviations.first);
-  deviations.second = Threads::sum(deviations.second);
-  const Pair<Acc> of_group = deviations.moments(near_mean, total, 1);
-  const Acc mean = of_group.first;
-  const Acc rstd = reciprocal_sqrt(of_group.second / total + eps);
+  deviations.reduce([](Acc value) { return Threads::sum(value); });
+  Moments<Acc> of_group = deviations.moments(near_mean, total, 1);
+  of_group.second = reciprocal_sqrt(of_group.second / total + eps);
 
   if (!idle && Threads::rank() == 0) {
-    moments[index] = {mean, rstd};
-    mean_out.set(index, mean);
-    rstd_out.set(index, rstd);
+    moments[index] = of_group;
+    mean_out.set(index, of_group.mean);
+    rstd_out.set(index, of_group.second);
   }
 }
 
@@ -151,7 +149,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         Shape shape,
         Tiling tiling,
         const T* __restrict__ X,
-        const Pair<Accumulator<T>>* __restrict__ moments,
+        const Moments<Accumulator<T>>* __restrict__ moments,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
         T* __restrict__ Y) {

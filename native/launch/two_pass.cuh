@@ -36,7 +36,7 @@ cudaError_t two_pass_forward(
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
   const int64_t slots = problem.G + plan.column_tiles - 1;
-  auto* const partial = static_cast<Pair<Acc>*>(arguments.workspace);
+  auto* const partial = static_cast<Moments<Acc>*>(arguments.workspace);
   auto* const moments = partial + problem.N * plan.splits * slots;
   const auto* const X = static_cast<const T*>(arguments.X);
 
@@ -69,7 +69,7 @@ cudaError_t two_pass_forward(
             tiling,
             plan.vector,
             static_cast<Acc>(arguments.eps),
-            static_cast<const Pair<Acc>*>(partial),
+            static_cast<const Moments<Acc>*>(partial),
             moments,
             ParameterOut<T>{arguments.mean, is_float},
             ParameterOut<T>{arguments.rstd, is_float});
@@ -84,7 +84,7 @@ cudaError_t two_pass_forward(
         shape,
         tiling,
         X,
-        static_cast<const Pair<Acc>*>(moments),
+        static_cast<const Moments<Acc>*>(moments),
         ParameterIn<T>{arguments.gamma, is_float},
         ParameterIn<T>{arguments.beta, is_float},
         static_cast<T*>(arguments.Y));

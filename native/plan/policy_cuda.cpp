@@ -286,13 +286,13 @@ Plan plan_two_pass(const Problem& problem, const Device& device) {
       fold_size(
           problem.direction, problem.D(), plan.vector, plan.columns, plan.rows);
 
-  // Forward: (mean, M2) of each split's segments (see two_pass.cuh), then
-  // (mean, rstd) of each group. Backward: (sum dY * xhat, sum dY) of each
-  // split's channels, then two coefficients of each group.
+  // Forward: the Moments of each split's segments (see two_pass.cuh), then of
+  // each group. Backward: two sums of each split's channels, then two
+  // coefficients of each group.
   const int64_t partials =
       forward ? problem.G + plan.column_tiles - 1 : problem.C;
   plan.workspace_bytes = static_cast<size_t>(
-      2 * accumulator_bytes(problem) * problem.N *
+      (forward ? 3 : 2) * accumulator_bytes(problem) * problem.N *
       (plan.splits * partials + problem.G));
   return plan;
 }
