@@ -41,8 +41,8 @@ struct ResidentLayout {
   int64_t slab_bytes;
   int64_t fold; // fold_size() accumulators
   int64_t channels; // backward: two accumulators of each channel of the tile
-  int64_t own; // three of each group: this block's share of what is summed
-  int64_t total; // three of each group: the cluster's
+  int64_t own; // four of each group: this block's share of what is summed
+  int64_t total; // four of each group: the cluster's
   int64_t bytes;
 
   GN_OVERRIDE_HOST_DEVICE constexpr ResidentLayout(
@@ -66,8 +66,8 @@ struct ResidentLayout {
             (direction == Direction::kForward
                  ? 0
                  : int64_t{2} * accumulator_bytes * vector * columns)),
-        total(own + int64_t{3} * accumulator_bytes * (columns * vector / D)),
-        bytes(total + int64_t{3} * accumulator_bytes * (columns * vector / D)) {
+        total(own + int64_t{4} * accumulator_bytes * (columns * vector / D)),
+        bytes(total + int64_t{4} * accumulator_bytes * (columns * vector / D)) {
   }
 };
 
