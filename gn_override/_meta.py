@@ -136,7 +136,7 @@ def _takes(X: Tensor, param_dtype: torch.dtype, N: int, C: int, HxW: int, group:
     return (
         torch.ops.gn_override.is_enabled()
         and X.device.type in _device_types
-        and _prefers_channels_last(X)
+        and (_prefers_channels_last(X) or (_refused_by_stock(X, param_dtype) and _one_layout(X)))
         and X.shape[0] == N
         and X.shape[1] == C
         and X.numel() == N * C * HxW
@@ -154,6 +154,21 @@ def _fits(tensor: Tensor, X: Tensor, dtype: torch.dtype, numel: int) -> bool:
         and tensor.dtype == dtype
         and tensor.device == X.device
         and tensor.layout == torch.strided
+    )
+
+
+def _refused_by_stock(X: Tensor, param_dtype: torch.dtype) -> bool:
+    return X.device.type == "cuda" and param_dtype != X.dtype
+
+
+def _one_layout(X: Tensor) -> bool:
+    return (
+        2 <= X.ndim <= 5
+        and torch._prims_common.is_contiguous_or_false(X)
+        and (
+            _guard_or_false(X.shape[1] == 1)
+            or _guard_or_false(X.numel() == X.shape[0] * X.shape[1])
+        )
     )
 
 

@@ -110,9 +110,13 @@ def poison(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def poison_cuda_cache() -> None:
-    """Leave NaN in the free memory of the caching allocator: its large and its small pool."""
+    """Leave NaN in the free memory of the caching allocator: its large and its small pool.
+
+    What lives keeps its segments: blocks of every size fill the gaps between, the small ones first.
+    """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    sizes = [min(8 << 30, free // 4)] + [1 << 20] * 64
+    sizes = [1 << power for power in range(9, 21) for _ in range(64)]
+    sizes.append(min(8 << 30, free // 4))
     blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
     del blocks

@@ -697,6 +697,19 @@ def test_fake_cuda(shape: tuple[int, ...], layout: str, dtypes: tuple) -> None:
     assert Y.device.type == mean.device.type == "cuda"
 
 
+@pytest.mark.skipif("cuda" not in BACKENDS, reason="the extension is built without CUDA")
+@pytest.mark.parametrize("shape", [(4, 8), (4, 8, 1), (4, 8, 1, 1)], ids=str)
+def test_fake_cuda_half_of_one_layout(shape: tuple[int, ...]) -> None:
+    """Half X with float parameters, both layouts at once: ours on CUDA, where stock refuses it."""
+    X = torch.randn(shape, dtype=torch.half)
+    mode = FakeTensorMode()
+    fake_X, gamma = fake_cuda(mode, X), fake_cuda(mode, torch.randn(8))
+    with mode:
+        Y, mean, rstd = aten.native_group_norm(fake_X, gamma, gamma, 4, 8, 1, 2, 1e-5)
+    assert Y.is_contiguous() and Y.dtype == torch.half
+    assert mean.dtype == rstd.dtype == torch.float
+
+
 # Fake outputs for the layouts that we serve and for others, of CPU, CUDA and meta tensors.
 FAKE_FACTS = """
 import itertools, json, torch

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
-_BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n)(.*?)(<!-- end results -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: ([\w.-]+) -->\n)(.*?)(<!-- end results -->)", re.DOTALL)
 
 # How a results file that is not there is made.
 _COMMANDS = {
@@ -97,12 +97,13 @@ def kernels(content: dict[str, Any]) -> str:
 
 
 def cpu(content: dict[str, Any]) -> str:
-    """Rows of tools/bench_cpu.py."""
+    """Rows of tools/bench_cpu.py: medians."""
     rows = []
     for row in content["rows"]:
-        line = [f"{_shape(row)}, G={row['groups']}", row["dtype"], _number(row["copy"])]
+        median = row["median"]
+        line = [f"{_shape(row)}, G={row['groups']}", row["dtype"], _number(median["copy"])]
         for what in ("fwd", "fwd_bwd"):
-            times = row[what]
+            times = median[what]
             ours = times["gn_override"]
             line += [
                 _number(ours),

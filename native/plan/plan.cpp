@@ -108,6 +108,7 @@ std::string to_string(const Plan& plan) {
     field("splits", plan.splits);
     field("pixels_per_split", plan.pixels_per_split);
     field("fold", plan.fold);
+    field("slots", plan.slots);
     field("samples_per_batch", plan.samples_per_batch);
   }
   if (plan.workspace_bytes > 0) {

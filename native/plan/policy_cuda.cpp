@@ -61,7 +61,7 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
 // the resident scheme's candidates; they decide nothing else. Fitted to sweeps
-// on an H200 (tools/tune.py).
+// on an H200 (tools/tune.py, benchmarks/results/tune-h200.json).
 constexpr double kBytesPerNs = 32; // of a multiprocessor's share of a copy
 // What a wave of blocks loses between its loads and its stores, by the blocks
 // that share a multiprocessor.
