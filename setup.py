@@ -354,8 +354,6 @@ def extension(
     # are compiled again: ninja does not look at system headers.
     defines += [
         f'-DGN_OVERRIDE_TORCH_VERSION="{torch.__version__}"',
-        f'-DGN_OVERRIDE_VERSION="{project_version()}"',
-        f'-DGN_OVERRIDE_CUDA_ARCHS="{" ".join(config.archs)}"',
     ]
     toolkit_includes: list[str] = []
     library_dirs = [str(Path(torch.__file__).parent / "lib")]

@@ -354,8 +354,8 @@ const std::array kRules{
         "two_pass",
         kTwoPassConditions,
         plan_two_pass,
-        "samples that no cluster can hold: pixels are split over the whole "
-        "chip, X is read twice"},
+        "samples that clusters cannot hold, or not as fast: pixels are split "
+        "over the whole chip, X is read twice"},
     Rule{
         "aten",
         {},
