@@ -2,38 +2,47 @@
 // with clusters of one block.
 #pragma once
 
-#include <cooperative_groups.h>
+#include <cstdint>
 
 namespace gn_override {
 
-// The blocks that work on one item together.
-struct Cluster {
-  int blocks;
+// How the blocks of a cluster tell each other their results: every block stores
+// each of its values in every block's shared memory, and waits until all that
+// it is owed has arrived. Nobody reads another's memory, so a block may exit
+// as soon as it has what it needs.
+//
+//   begin() ... all threads ... ready() ... put() by some ... wait()
+template <typename Value>
+struct Exchange {
+  static_assert(sizeof(Value) % 8 == 0);
 
-  // Waits for all threads of all blocks, whose writes to shared memory are then
-  // visible everywhere.
-  __device__ void sync() const {
+  int blocks; // of the cluster
+  Value* slots; // in the same place of each block
+  uint64_t* barrier; // counts the bytes that arrive; likewise
+
+  // The block is owed `values` values.
+  __device__ void begin(int values) const {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
-      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-      asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-      return;
-    }
-#endif
-    __syncthreads();
-  }
-
-  // No block exits, which would end its shared memory, while another reads
-  // from it: say so after the last such read, and wait before the exit.
-  __device__ void done_reading() const {
-#if __CUDA_ARCH__ >= 900
-    if (blocks > 1) {
+      if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"
+                     :
+                     : "r"(local(barrier))
+                     : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                     :
+                     : "r"(local(barrier)),
+                       "r"(values * static_cast<int>(sizeof(Value)))
+                     : "memory");
+      }
       asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     }
 #endif
   }
 
-  __device__ void wait_for_readers() const {
+  // Returns when every block of the cluster has begun. All threads call.
+  __device__ void ready() const {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
       asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
@@ -41,15 +50,69 @@ struct Cluster {
 #endif
   }
 
-  // What `own`, an address in this block's shared memory, is in another's.
-  template <typename T>
-  __device__ const T* in_block(T* own, int rank) const {
+  // Gives every block the value, on `lanes` threads that share the work.
+  __device__ void put(int slot, const Value& value, int lane, int lanes) const {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
-      return cooperative_groups::this_cluster().map_shared_rank(own, rank);
+      for (int block = lane; block < blocks; block += lanes) {
+        const unsigned to = in_block(slots + slot, block);
+        const unsigned arrived = in_block(barrier, block);
+        uint64_t words[sizeof(Value) / 8];
+        memcpy(words, &value, sizeof(Value));
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(Value) / 8; ++i) {
+          asm volatile(
+              "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 "
+              "[%0], %1, [%2];"
+              :
+              : "r"(to + 8 * i), "l"(words[i]), "r"(arrived)
+              : "memory");
+        }
+      }
+      return;
     }
 #endif
-    return own;
+    if (lane == 0) {
+      slots[slot] = value;
+    }
+  }
+
+  // Returns when the block has all values. All threads call.
+  __device__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    if (blocks > 1) {
+      unsigned done = 0;
+      while (!done) {
+        asm volatile("{\n"
+                     ".reg .pred p;\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
+                     "p, [%1], 0;\n"
+                     "selp.u32 %0, 1, 0, p;\n"
+                     "}\n"
+                     : "=r"(done)
+                     : "r"(local(barrier))
+                     : "memory");
+      }
+      return;
+    }
+#endif
+    __syncthreads();
+  }
+
+ private:
+  static __device__ unsigned local(const void* shared) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  }
+
+  // What an address in this block's shared memory is in another's.
+  static __device__ unsigned in_block(const void* shared, int block) {
+    unsigned address = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(address)
+        : "r"(local(shared)), "r"(block));
+#endif
+    return address;
   }
 };
 

@@ -21,22 +21,25 @@ struct GradientSums {
   Acc ds[kVector] = {};
   Acc db[kVector] = {};
 
-  // Sums a batch before it joins the total: fewer additions at the total's
-  // magnitude, so less rounding.
+  // Adds the first `valid` of kPixels pixels. Sums a batch before it joins the
+  // total: fewer additions at the total's magnitude, so less rounding.
   template <int kPixels>
   __device__ void add(
       const Vector<T, kVector> (&dy)[kPixels],
       const Vector<T, kVector> (&x)[kPixels],
-      const Acc (&mean)[kVector]) {
+      const Acc (&mean)[kVector],
+      int valid = kPixels) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       Acc batch_ds = 0;
       Acc batch_db = 0;
 #pragma unroll
       for (int i = 0; i < kPixels; ++i) {
-        const Acc g = widen(dy[i].channel[j]);
-        batch_ds += g * (widen(x[i].channel[j]) - mean[j]);
-        batch_db += g;
+        if (i < valid) {
+          const Acc g = widen(dy[i].channel[j]);
+          batch_ds += g * (widen(x[i].channel[j]) - mean[j]);
+          batch_db += g;
+        }
       }
       ds[j] += batch_ds;
       db[j] += batch_db;
@@ -54,34 +57,33 @@ struct InputGradient {
   Acc of_X[kVector];
   Acc constant[kVector];
 
-  // coefficients_of(group) is (c, c_xhat) = s * (sum gamma dY,
-  // sum gamma dY xhat).
-  template <typename CoefficientsOf>
+  // read(gamma) fills in that of the thread's channels, which start at
+  // `channel`; moments_of(group) is (mean, rstd) and coefficients_of(group)
+  // (c, c_xhat) = s * (sum gamma dY, sum gamma dY xhat).
+  template <typename Read, typename MomentsOf, typename CoefficientsOf>
   __device__ InputGradient(
       const Shape& shape,
-      const Position& at,
-      ParameterIn<T> mean_in,
-      ParameterIn<T> rstd_in,
-      ParameterIn<T> gamma,
+      int channel,
+      Read read,
+      MomentsOf moments_of,
       CoefficientsOf coefficients_of) {
-    gamma.read(at.channel, 1, of_dY);
-    Acc group_mean;
-    Acc group_rstd;
-    Pair<Acc> coefficient;
+    read(of_dY);
+    struct OfGroup {
+      Pair<Acc> moment;
+      Pair<Acc> coefficient;
+    };
     for_each_channel<kVector>(
         shape,
-        at.channel,
-        [&](int group) {
-          const int64_t index = at.n * shape.G + group;
-          group_mean = mean_in.at(index, 0);
-          group_rstd = rstd_in.at(index, 1);
-          coefficient = coefficients_of(group);
+        channel,
+        [&](int group) -> OfGroup {
+          return {moments_of(group), coefficients_of(group)};
         },
-        [&](int j) {
-          mean[j] = group_mean;
-          of_dY[j] *= group_rstd;
-          of_X[j] = -group_rstd * group_rstd * coefficient.second;
-          constant[j] = -group_rstd * coefficient.first;
+        [&](int j, const OfGroup& group) {
+          const Acc rstd = group.moment.second;
+          mean[j] = group.moment.first;
+          of_dY[j] *= rstd;
+          of_X[j] = -rstd * rstd * group.coefficient.second;
+          constant[j] = -rstd * group.coefficient.first;
           if constexpr (kFoldsMean<T>) {
             constant[j] -= of_X[j] * mean[j];
           }
@@ -103,63 +105,81 @@ struct InputGradient {
   }
 };
 
-// mean and rstd of the groups of a thread's channels.
-template <typename T, int kVector>
+// mean and rstd of the groups of a thread's channels, which start at `channel`;
+// moments_of(group) is both.
+template <int kVector, typename Acc, typename MomentsOf>
 __device__ __forceinline__ void read_moments(
     const Shape& shape,
-    const Position& at,
-    ParameterIn<T> mean_in,
-    ParameterIn<T> rstd_in,
-    Accumulator<T> (&mean)[kVector],
-    Accumulator<T> (&rstd)[kVector]) {
-  Pair<Accumulator<T>> moment;
+    int channel,
+    MomentsOf moments_of,
+    Acc (&mean)[kVector],
+    Acc (&rstd)[kVector]) {
   for_each_channel<kVector>(
-      shape,
-      at.channel,
-      [&](int group) {
-        const int64_t index = at.n * shape.G + group;
-        moment = {mean_in.at(index, 0), rstd_in.at(index, 1)};
-      },
-      [&](int j) {
+      shape, channel, moments_of, [&](int j, const Pair<Acc>& moment) {
         mean[j] = moment.first;
         rstd[j] = moment.second;
       });
 }
 
-// Adds up the sums of a block's threads over its rows; row 0 gets the totals.
-// `shared` has room for kVector * ceil(rows / 2) * columns pairs. All threads
-// of the block must call.
-template <typename T, int kVector>
+// Adds up the sums of a block's threads over its rows and calls
+// emit(channel of the tile, (sum dY xhat, sum dY)) once for each channel.
+// `shared` has room for fold_size() accumulators. All threads of the block must
+// call.
+template <typename T, int kVector, typename Emit>
 __device__ __forceinline__ void fold_rows(
     const Tiling& tiling,
     const Position& at,
     GradientSums<T, kVector>& sums,
-    Pair<Accumulator<T>>* shared) {
+    Pair<Accumulator<T>>* shared,
+    Emit emit) {
   using Acc = Accumulator<T>;
   const int columns = tiling.columns.divisor();
-  const int plane = (tiling.rows.divisor() + 1) / 2 * columns;
-#pragma unroll 1
-  for (int rows = tiling.rows.divisor(); rows > 1;) {
-    const int half = (rows + 1) / 2;
-    if (at.row >= half && at.row < rows) {
+  const int rows = tiling.rows.divisor();
+  // The upper rows join the lower ones first, which halves the room.
+  const int half = (rows + 1) / 2;
+  const int plane = half * columns;
+  if (at.row >= half && at.row < rows) {
+    Pair<Acc>* const slot = shared + threadIdx.x - half * columns;
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        shared[j * plane + threadIdx.x - half * columns] = {
-            sums.ds[j], sums.db[j]};
-      }
+    for (int j = 0; j < kVector; ++j) {
+      slot[j * plane] = {sums.ds[j], sums.db[j]};
     }
-    __syncthreads();
-    if (at.row < rows - half) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const Pair<Acc> other = shared[j * plane + threadIdx.x];
-        sums.ds[j] += other.first;
-        sums.db[j] += other.second;
-      }
-    }
-    __syncthreads(); // before the next rows take their place
-    rows = half;
   }
+  __syncthreads();
+  if (at.row < half) {
+    Pair<Acc>* const slot = shared + threadIdx.x;
+    const bool joined = at.row < rows - half;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      if (joined) {
+        const Pair<Acc> upper = slot[j * plane];
+        sums.ds[j] += upper.first;
+        sums.db[j] += upper.second;
+      }
+      slot[j * plane] = {sums.ds[j], sums.db[j]};
+    }
+  }
+  __syncthreads();
+
+  const int lanes = tiling.lanes_per_channel;
+  for_each_run(columns * kVector, lanes, [&](int item, int lane, bool exists) {
+    const int j = tiling.columns.quotient(item);
+    const int column = item - j * columns;
+    auto ds = CompensatedSum<Acc>::zero();
+    auto db = CompensatedSum<Acc>::zero();
+    for (int row = lane; row < half; row += lanes) {
+      const Pair<Acc> sum = shared[j * plane + row * columns + column];
+      ds.add(sum.first);
+      db.add(sum.second);
+    }
+    Acc sums_of_lanes[4] = {ds.sum, ds.lost, db.sum, db.lost};
+    sum_lanes(sums_of_lanes, lanes);
+    if (lane == 0 && exists) {
+      ds = {sums_of_lanes[0], sums_of_lanes[1]};
+      db = {sums_of_lanes[2], sums_of_lanes[3]};
+      emit(column * kVector + j, Pair<Acc>{ds.value(), db.value()});
+    }
+  });
 }
 
 // dgamma, dbeta: column sums of the [N * splits, C] array of sums. A block

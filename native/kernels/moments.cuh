@@ -27,19 +27,22 @@ struct ChannelMoments {
   Acc M2[kVector] = {};
   int count = 0;
 
-  // Adds kPixels pixels: with d = x - mean and n the count after them,
+  // Adds the first `valid` of kPixels pixels: with d = x - mean and n the count
+  // after them,
   //   mean += sum d / n,   M2 += sum d^2 - (sum d)^2 / n
   // which is Chan's formula for a batch that is centred on the mean so far. The
   // very first batch is centred on its first pixel.
   template <int kPixels>
-  __device__ void add(const Vector<T, kVector> (&pixel)[kPixels]) {
+  __device__ void add(
+      const Vector<T, kVector> (&pixel)[kPixels],
+      int valid = kPixels) {
     if (count == 0) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         (kFoldsMean<T> ? mean[j] : pivot[j]) = widen(pixel[0].channel[j]);
       }
     }
-    count += kPixels;
+    count += valid;
     const Acc per_count = reciprocal(static_cast<Acc>(count));
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -49,8 +52,10 @@ struct ChannelMoments {
       for (int i = 0; i < kPixels; ++i) {
         const Acc x = widen(pixel[i].channel[j]);
         const Acc d = (kFoldsMean<T> ? x : x - pivot[j]) - mean[j];
-        sum += d;
-        square += d * d;
+        if (i < valid) {
+          sum += d;
+          square += d * d;
+        }
       }
       const Acc shift = sum * per_count;
       mean[j] += shift;
@@ -89,14 +94,15 @@ struct ChannelMoments {
 // `low` is what rounding takes from it, which shows where |mean| is far above
 // the deviation.
 template <typename Acc>
-struct Moments {
+struct alignas(4 * sizeof(Acc)) Moments {
   Acc mean;
   Acc low;
-  Acc second; // M2 of a part, rstd of a group
+  Acc second; // M2, or rstd of a group
+  Acc count; // elements
 };
 
-// (mean, M2) of parts with known counts, given a mean m that is right up to the
-// rounding of sums: with d_i = m_i - m,
+// (mean, M2) of parts, given a mean m that is right up to the rounding of sums:
+// with d_i = m_i - m,
 //   mean = m + sum n_i d_i / n
 //   M2 = sum (M2_i + n_i d_i^2) - (sum n_i d_i)^2 / n
 // The sum of deviations corrects m: equal parts give exactly their mean.
@@ -105,34 +111,53 @@ struct DeviationSums {
   Acc of_mean = 0; // sum n_i d_i
   CompensatedSum<Acc> of_M2 = CompensatedSum<Acc>::zero();
 
-  // A part of `pixels` pixels of `channels` channels. `of_mean` counts pixels
-  // alone.
-  __device__ void
-  add(Moments<Acc> part, Acc pixels, Acc channels, Acc near_mean) {
+  __device__ void add(const Moments<Acc>& part, Acc near_mean) {
     const Acc d = (part.mean - near_mean) + part.low;
-    const Acc weighted = pixels * d;
+    const Acc weighted = part.count * d;
     of_mean += weighted;
-    of_M2.add(part.second + weighted * channels * d);
-  }
-
-  // Adds up those of several threads: sum(x) is the sum of their x.
-  template <typename Sum>
-  __device__ void reduce(Sum sum) {
-    of_mean = sum(of_mean);
-    of_M2 = {sum(of_M2.sum), sum(of_M2.lost)};
-  }
-
-  // `pixels` of all parts, each of `channels` channels.
-  __device__ Moments<Acc> moments(Acc near_mean, Acc pixels, Acc channels)
-      const {
-    const Acc shift = of_mean / pixels;
-    const Acc mean = near_mean + shift;
-    return {
-        mean,
-        shift - (mean - near_mean),
-        of_M2.value() - of_mean * channels * shift};
+    of_M2.add(part.second + weighted * d);
   }
 };
+
+// The moments of all of read(0), ..., read(parts - 1), of which this thread
+// reads each `step`-th from `first` on; sum(x) makes the array x the sums over
+// the threads that share them, and all of them get the result. No parts have a
+// count of 0.
+template <typename Acc, typename Read, typename Sum>
+__device__ __forceinline__ Moments<Acc>
+merge_moments(int first, int step, int parts, Read read, Sum sum) {
+  // Often there is one part to a thread: it is read once.
+  Moments<Acc> own = {0, 0, 0, 0};
+  if (first < parts) {
+    own = read(first);
+  }
+  Acc totals[2] = {own.count, own.count * own.mean};
+#pragma unroll 1
+  for (int i = first + step; i < parts; i += step) {
+    const Moments<Acc> part = read(i);
+    totals[0] += part.count;
+    totals[1] += part.count * part.mean;
+  }
+  sum(totals);
+  const Acc count = totals[0];
+  const Acc per_count = count > 0 ? reciprocal(count) : 0;
+  const Acc near_mean = totals[1] * per_count;
+
+  DeviationSums<Acc> deviations;
+  deviations.add(own, near_mean);
+#pragma unroll 1
+  for (int i = first + step; i < parts; i += step) {
+    deviations.add(read(i), near_mean);
+  }
+  Acc sums[3] = {
+      deviations.of_mean, deviations.of_M2.sum, deviations.of_M2.lost};
+  sum(sums);
+  const Acc shift = sums[0] * per_count;
+  const Acc mean = near_mean + shift;
+  const CompensatedSum<Acc> of_M2{sums[1], sums[2]};
+  return {
+      mean, shift - (mean - near_mean), of_M2.value() - sums[0] * shift, count};
+}
 
 // Y = (X - mean) * rstd * gamma + beta for a thread's channels.
 template <typename T, int kVector>
@@ -142,22 +167,17 @@ struct Normalization {
   Acc scale[kVector];
   Acc shift[kVector];
 
-  // moments_of(group) has rstd as its second.
-  template <typename MomentsOf>
+  // read(gamma, beta) fills in those of the thread's channels, which start at
+  // `channel`; moments_of(group) has rstd as its second.
+  template <typename Read, typename MomentsOf>
   __device__ Normalization(
       const Shape& shape,
-      const Position& at,
-      ParameterIn<T> gamma,
-      ParameterIn<T> beta,
+      int channel,
+      Read read,
       MomentsOf moments_of) {
-    gamma.read(at.channel, 1, scale);
-    beta.read(at.channel, 0, shift);
-    Moments<Acc> moment;
+    read(scale, shift);
     for_each_channel<kVector>(
-        shape,
-        at.channel,
-        [&](int group) { moment = moments_of(group); },
-        [&](int j) {
+        shape, channel, moments_of, [&](int j, const Moments<Acc>& moment) {
           mean[j] = moment.mean;
           scale[j] *= moment.second;
           shift[j] -= (kFoldsMean<T> ? moment.mean : moment.low) * scale[j];
@@ -177,99 +197,73 @@ struct Normalization {
 };
 
 // Folds the moments of a block's threads into those of its tile's segments
-// (what the tile and a group have in common) and calls emit(group, Moments)
-// once for each. `shared` has room for fold_size() accumulators. All threads of
-// the block must call.
+// (what the tile and a group have in common): calls emit(group, part, Moments,
+// lane) for each of a segment's parts, which are those of its warps, or one, on
+// each of the lanes that folded it.
+// `shared` has room for fold_size() accumulators. All threads of the block must
+// call.
 template <typename T, int kVector, typename Emit>
 __device__ __forceinline__ void fold_segments(
     const Shape& shape,
     const Tiling& tiling,
     const Position& at,
     ChannelMoments<T, kVector> moments,
-    Accumulator<T>* shared,
+    Pair<Accumulator<T>>* shared,
     Emit emit) {
   using Acc = Accumulator<T>;
   const int merged = channels_of_one_group(shape.D.divisor(), kVector);
   moments.finish();
   moments.merge_neighbours(merged);
-  // What follows calls `merged` channels one. Channel column * vector + j of
-  // row r stands at [j][r][column]: no two lanes of a warp meet in a bank when
-  // they write.
-  const int vector = kVector / merged; // a power of two
-  const int shift = __ffs(vector) - 1;
+  // What follows calls `merged` channels one. Channels stand side by side, an
+  // odd number of places long, so that few lanes meet in a bank.
   const int merge_shift = __ffs(merged) - 1;
-  const int D = shape.D.divisor() >> merge_shift;
+  const int vector = kVector >> merge_shift;
   const int rows = tiling.rows.divisor();
-  const int columns = tiling.columns.divisor();
-  const int plane = rows * columns;
-  Acc* const means = shared;
-  Acc* const M2s = means + vector * plane;
+  const int pitch = rows | 1;
   if (at.row < rows) {
+    Pair<Acc>* slot = shared + at.column * vector * pitch + at.row;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       if (j < vector) {
-        means[j * plane + threadIdx.x] = moments.mean[j];
-        M2s[j * plane + threadIdx.x] = moments.M2[j];
+        *slot = {moments.mean[j], moments.M2[j]};
+        slot += pitch;
       }
     }
   }
   __syncthreads();
 
-  const int tile_first = at.tile * columns * vector;
-  const int tile_end =
-      min(tile_first + columns * vector, shape.C >> merge_shift);
+  const int D = shape.D.divisor() >> merge_shift;
+  const int tile_width = tiling.columns.divisor() * vector;
+  const int tile_first = at.tile * tile_width;
+  const int tile_end = min(tile_first + tile_width, shape.C >> merge_shift);
   const int first_group = shape.D.quotient(tile_first << merge_shift);
   const int segments =
       shape.D.quotient((tile_end << merge_shift) - 1) - first_group + 1;
   const PixelsOfRow row_pixels(tiling, at.pixels);
   const int lanes = tiling.lanes_per_segment;
-  const int lane = threadIdx.x & (lanes - 1);
-  const int lanes_shift = __ffs(lanes) - 1;
-  const int segments_at_once = blockDim.x >> lanes_shift;
-#pragma unroll 1
-  for (int first = 0; first < segments; first += segments_at_once) {
-    const int segment = first + (static_cast<int>(threadIdx.x) >> lanes_shift);
-    // Lanes beyond the last segment fold it again: sums need whole warps.
-    const int group = first_group + min(segment, segments - 1);
+  for_each_run(segments, lanes, [&](int segment, int lane, bool exists) {
+    const int group = first_group + segment;
     const int begin = max(group * D, tile_first) - tile_first;
     const int end = min((group + 1) * D, tile_end) - tile_first;
-    const int width = end - begin;
-    const int items = width * rows;
-    const auto index = [&](const Walk& walk) {
-      const int channel = begin + walk.x;
-      return (channel & (vector - 1)) * plane + walk.y * columns +
-          (channel >> shift);
-    };
-    const auto pixels_of = [&](const Walk& walk) {
-      return static_cast<Acc>(row_pixels.of(walk.y));
-    };
-    const Walk start(lane, lanes, width);
-
-    const Acc count = static_cast<Acc>(at.pixels) * width;
-    Acc sum = 0;
-    Walk walk = start;
-#pragma unroll 2
-    for (int i = lane; i < items; i += lanes, walk.next()) {
-      sum += pixels_of(walk) * means[index(walk)];
+    const Moments<Acc> moment = merge_moments<Acc>(
+        lane,
+        lanes,
+        (end - begin) * rows,
+        [&](int i) -> Moments<Acc> {
+          const int channel = tiling.rows.quotient(i);
+          const int row = i - channel * rows;
+          const Pair<Acc> one = shared[(begin + channel) * pitch + row];
+          return {
+              one.first,
+              0,
+              one.second,
+              static_cast<Acc>(row_pixels.of(row) << merge_shift)};
+        },
+        [&](auto& sums) { sum_lanes(sums, lanes); });
+    if (exists) {
+      emit(group, lane / kWarpSize, moment, lane % kWarpSize);
     }
-    const Acc near_mean = sum_lanes(sum, lanes) / count;
-
-    DeviationSums<Acc> deviations;
-    walk = start;
-#pragma unroll 2
-    for (int i = lane; i < items; i += lanes, walk.next()) {
-      const int at_item = index(walk);
-      deviations.add(
-          {means[at_item], 0, M2s[at_item]},
-          pixels_of(walk),
-          merged,
-          near_mean);
-    }
-    deviations.reduce([&](Acc value) { return sum_lanes(value, lanes); });
-    if (lane == 0 && segment < segments) {
-      emit(group, deviations.moments(near_mean, count, merged));
-    }
-  }
+  });
 }
 
 } // namespace gn_override

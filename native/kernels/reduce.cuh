@@ -7,14 +7,41 @@ namespace gn_override {
 
 constexpr int kWarpSize = 32;
 
-// Every lane of each run of `lanes` (a power of two, at most 32) gets the sum.
-// All threads of the warp must call.
-template <typename Acc>
-__device__ __forceinline__ Acc sum_lanes(Acc value, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xffffffffu, value, offset);
+// Every lane of each run of `lanes` (a power of two; of more than 32, each warp
+// by itself) gets the sums. All threads of the warp must call. Several sums at
+// once take little longer than one.
+template <typename Acc, int kSums>
+__device__ __forceinline__ void sum_lanes(Acc (&value)[kSums], int lanes) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const Acc other = __shfl_xor_sync(0xffffffffu, value[i], offset);
+      if (offset < lanes) {
+        value[i] += other;
+      }
+    }
   }
-  return value;
+}
+
+// Deals the items 0, ..., count - 1 to runs of `lanes` (a power of two)
+// neighbouring threads of the block: calls f(item, lane of the run, exists).
+// Warps call as a whole, or not at all, so that f may add up over the lanes:
+// those that have no item of their own get the last one, which does not exist.
+template <typename F>
+__device__ __forceinline__ void for_each_run(int count, int lanes, F f) {
+  const int shift = __ffs(lanes) - 1;
+  const int at_once = static_cast<int>(blockDim.x) >> shift;
+  const int run = static_cast<int>(threadIdx.x) >> shift;
+  const int first_of_warp = static_cast<int>(threadIdx.x & ~31u) >> shift;
+  if (run >= at_once) {
+    return; // a block of not quite so many threads, of runs of many warps
+  }
+#pragma unroll 1
+  for (int first = 0; first + first_of_warp < count; first += at_once) {
+    const int item = first + run;
+    f(min(item, count - 1), threadIdx.x & (lanes - 1), item < count);
+  }
 }
 
 // A sum that carries what its additions rounded off (two-sum: Knuth, The Art of
@@ -64,24 +91,32 @@ struct Team {
             kWarpSize;
   }
 
-  // Every thread of the team gets the sum. All threads of the block must call,
+  // Every thread of the team gets the sums. All threads of the block must call,
   // and the block is whole warps.
-  template <typename Acc>
-  static __device__ Acc sum(Acc value) {
-    value = sum_lanes(value, kWarpSize);
+  template <typename Acc, int kSums>
+  static __device__ void sum(Acc (&value)[kSums]) {
+    sum_lanes(value, kWarpSize);
     if constexpr (kBlock) {
-      __shared__ Acc of_warp[kWarpSize];
+      __shared__ Acc of_warp[kWarpSize][kSums];
       __syncthreads(); // an earlier sum's readers are done
       if (threadIdx.x % kWarpSize == 0) {
-        of_warp[threadIdx.x / kWarpSize] = value;
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          of_warp[threadIdx.x / kWarpSize][i] = value[i];
+        }
       }
       __syncthreads();
-      value = 0;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        value[i] = 0;
+      }
       for (unsigned warp = 0; warp < blockDim.x / kWarpSize; ++warp) {
-        value += of_warp[warp];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          value[i] += of_warp[warp][i];
+        }
       }
     }
-    return value;
   }
 };
 

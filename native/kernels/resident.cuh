@@ -59,6 +59,46 @@ struct ItemGroups {
   }
 };
 
+// Brings the `count` elements of a parameter from `first` on to shared memory.
+// The loads start at once, so that they are ahead of whatever the caller starts
+// next; store() waits for them.
+template <typename T, typename Store>
+struct ParameterCopy {
+  using Acc = Accumulator<T>;
+  ParameterIn<T> parameter;
+  Acc otherwise;
+  int64_t first;
+  int count;
+  Store store_at; // (i, value)
+  typename ParameterIn<T>::Word own = 0;
+
+  __device__ ParameterCopy(
+      ParameterIn<T> parameter,
+      Acc otherwise,
+      int64_t first,
+      int count,
+      Store store_at)
+      : parameter(parameter),
+        otherwise(otherwise),
+        first(first),
+        count(count),
+        store_at(store_at) {
+    if (threadIdx.x < count) {
+      own = parameter.fetch(first + threadIdx.x);
+    }
+  }
+
+  __device__ void store() const {
+    if (threadIdx.x < count) {
+      store_at(threadIdx.x, parameter.value_of(own, otherwise));
+    }
+    // More elements than threads are rare.
+    for (int i = threadIdx.x + blockDim.x; i < count; i += blockDim.x) {
+      store_at(i, parameter.at(first + i, otherwise));
+    }
+  }
+};
+
 // One operand's share of a thread, in shared memory.
 template <typename T, int kVector>
 struct Slab {
@@ -71,59 +111,38 @@ struct Slab {
     return vectors + i * blockDim.x;
   }
 
-  // Starts the copies of `count` pixels that are `step` elements apart, in
-  // batches of kResidentBatch.
-  __device__ void copy_from(const T* global, int64_t step, int count) const {
-    Vector<T, kVector>* shared = vectors;
-    for (int left = count; left > 0;) {
-#pragma unroll
-      for (int i = 0; i < kResidentBatch; ++i) {
-        if (i < left) {
-          copy_async(shared, global);
-        }
-        shared += blockDim.x;
-        global += step;
-      }
-      left -= kResidentBatch;
-      end_batch();
-    }
-  }
-
+  // Of the first `valid` pixels from `first` on; what follows repeats the last.
   template <int kPixels>
-  __device__ void read(int first, Vector<T, kVector> (&pixel)[kPixels]) const {
+  __device__ void
+  read(int first, int valid, Vector<T, kVector> (&pixel)[kPixels]) const {
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
-      pixel[i] = *at(first + i);
+      pixel[i] = *at(first + min(i, valid - 1));
     }
   }
 };
 
-// Calls f(g, split) for every group of the item and split of its pixels, a
-// power of two, those of a group on neighbouring lanes. Whole warps call: some
-// lanes repeat the last group.
-template <typename F>
-__device__ __forceinline__ void
-for_each_share(const Tiling& tiling, const ItemGroups& groups, F f) {
-  const int splits = tiling.splits.divisor();
-  const int shares = groups.count * splits;
-  const int whole_warps = (shares + kWarpSize - 1) / kWarpSize * kWarpSize;
-  for (int i = threadIdx.x; i < whole_warps; i += blockDim.x) {
-    f(min(tiling.splits.quotient(i), groups.count - 1), i & (splits - 1));
+// Starts the copies of a thread's `count` pixels in batches of kResidentBatch:
+// copy(i) starts those of the i-th.
+template <typename Copy>
+__device__ __forceinline__ void copy_pixels(int count, Copy copy) {
+  for (int first = 0; first < count; first += kResidentBatch) {
+#pragma unroll
+    for (int i = 0; i < kResidentBatch; ++i) {
+      if (first + i < count) {
+        copy(first + i);
+      }
+    }
+    end_batch();
   }
 }
 
-// Calls f<kPixels>(first) over `count` pixels, kPixels at a time
-// and then one by one.
+// Calls f(first, valid) over `count` pixels, kPixels at a time.
 template <int kPixels, typename F>
 __device__ __forceinline__ void for_each_batch(int count, F f) {
-  int i = 0;
 #pragma unroll 1
-  for (; i + kPixels <= count; i += kPixels) {
-    f.template operator()<kPixels>(i);
-  }
-#pragma unroll 1
-  for (; i < count; ++i) {
-    f.template operator()<1>(i);
+  for (int first = 0; first < count; first += kPixels) {
+    f(first, min(kPixels, count - first));
   }
 }
 
@@ -144,57 +163,76 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
         ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
   const int splits = tiling.splits.divisor();
-  const Cluster cluster{splits};
   const Position at = position_in_cluster_order(shape, tiling, kVector);
   const ItemGroups groups(shape, tiling, at, kVector);
+  const int parts_of_block = tiling.parts_per_segment();
+  const int parts = splits * parts_of_block; // of a group
 
   extern __shared__ __align__(16) unsigned char shared[];
   const Slab<T, kVector> slab(shared);
-  auto* const own = reinterpret_cast<Moments<Acc>*>(shared + layout.own);
   auto* const total = reinterpret_cast<Moments<Acc>*>(shared + layout.total);
+  auto* const parameters =
+      reinterpret_cast<Pair<Acc>*>(shared + layout.parameters);
+  const Exchange<Moments<Acc>> exchange{
+      splits,
+      reinterpret_cast<Moments<Acc>*>(shared + layout.slots),
+      reinterpret_cast<uint64_t*>(shared + layout.barrier)};
 
   allow_next_kernel();
+  exchange.begin(groups.count * parts);
+  const int width = tiling.columns.divisor() * kVector;
+  const int first_channel = at.tile * width;
+  const int channels = min(width, shape.C - first_channel);
+  const ParameterCopy gammas(
+      gamma, Acc(1), first_channel, channels, [&](int c, Acc value) {
+        parameters[c].first = value;
+      });
+  const ParameterCopy betas(
+      beta, Acc(0), first_channel, channels, [&](int c, Acc value) {
+        parameters[c].second = value;
+      });
   const int count = pixels_of_thread(tiling, at);
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   const int64_t offset = at.offset(shape);
-  slab.copy_from(X + offset, step, count);
-  if (at.active) {
-    gamma.prefetch(at.channel);
-    beta.prefetch(at.channel);
-  }
+  copy_pixels(
+      count, [&](int i) { copy_async(slab.at(i), X + offset + i * step); });
+  gammas.store();
+  betas.store();
 
   ChannelMoments<T, kVector> moments;
   const int last_batch = (count - 1) / kResidentBatch;
-  for_each_batch<kResidentBatch>(count, [&]<int kPixels>(int first) {
+  for_each_batch<kResidentBatch>(count, [&](int first, int valid) {
     wait_for_copies(last_batch - first / kResidentBatch);
-    Vector<T, kVector> pixel[kPixels];
-    slab.read(first, pixel);
-    moments.add(pixel);
+    Vector<T, kVector> pixel[kResidentBatch];
+    slab.read(first, valid, pixel);
+    moments.add(pixel, valid);
   });
+  exchange.ready();
   fold_segments(
       shape,
       tiling,
       at,
       moments,
-      reinterpret_cast<Acc*>(shared + layout.fold),
-      [&](int group, Moments<Acc> moment) {
-        own[group - groups.first] = moment;
+      reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
+      [&](int group, int part, const Moments<Acc>& moment, int lane) {
+        exchange.put(
+            (group - groups.first) * parts + at.split * parts_of_block + part,
+            moment,
+            lane,
+            min(tiling.lanes_per_segment, kWarpSize));
       });
-  cluster.sync();
+  exchange.wait();
 
-  for_each_share(tiling, groups, [&](int g, int split) {
-    const int64_t left = shape.HxW - split * tiling.pixels_per_split;
-    const Acc items = static_cast<Acc>(min(left, tiling.pixels_per_split)) *
-        shape.D.divisor();
-    const Acc all_items = static_cast<Acc>(shape.HxW) * shape.D.divisor();
-    const Moments<Acc> part = cluster.in_block(own, split)[g];
-    const Acc near_mean = sum_lanes(items * part.mean, splits) / all_items;
-    DeviationSums<Acc> deviations;
-    deviations.add(part, items, 1, near_mean);
-    deviations.reduce([&](Acc value) { return sum_lanes(value, splits); });
-    Moments<Acc> of_group = deviations.moments(near_mean, all_items, 1);
-    of_group.second = reciprocal_sqrt(of_group.second / all_items + eps);
-    if (split == 0) {
+  const int lanes = min(parts, kWarpSize);
+  for_each_run(groups.count, lanes, [&](int g, int lane, bool exists) {
+    Moments<Acc> of_group = merge_moments<Acc>(
+        lane,
+        lanes,
+        parts,
+        [&](int i) { return exchange.slots[g * parts + i]; },
+        [&](auto& sums) { sum_lanes(sums, lanes); });
+    of_group.second = reciprocal_sqrt(of_group.second / of_group.count + eps);
+    if (lane == 0 && exists) {
       total[g] = of_group;
       if (at.split == 0) {
         const int64_t index = at.n * shape.G + groups.first + g;
@@ -203,24 +241,33 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
       }
     }
   });
-  cluster.done_reading();
   __syncthreads();
+  if (!at.active) {
+    return;
+  }
 
-  if (at.active) {
-    const Normalization<T, kVector> normalized(
-        shape, at, gamma, beta, [&](int group) {
-          return total[group - groups.first];
-        });
-    for_each_batch<kResidentBatch>(count, [&]<int kPixels>(int first) {
-      Vector<T, kVector> pixel[kPixels];
-      slab.read(first, pixel);
+  const Normalization<T, kVector> normalized(
+      shape,
+      at.channel,
+      [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
+        for (int j = 0; j < kVector; ++j) {
+          const Pair<Acc> both = parameters[at.column * kVector + j];
+          weight[j] = both.first;
+          bias[j] = both.second;
+        }
+      },
+      [&](int group) { return total[group - groups.first]; });
+  for_each_batch<kResidentBatch>(count, [&](int first, int valid) {
+    Vector<T, kVector> pixel[kResidentBatch];
+    slab.read(first, valid, pixel);
+#pragma unroll
+    for (int i = 0; i < kResidentBatch; ++i) {
+      if (i < valid) {
         store(Y + offset + (first + i) * step, normalized(pixel[i]));
       }
-    });
-  }
-  cluster.wait_for_readers();
+    }
+  });
 }
 
 // -- backward ----------------------------------------------------------------
@@ -242,40 +289,70 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
         T* __restrict__ dX) {
   using Acc = Accumulator<T>;
   const int splits = tiling.splits.divisor();
-  const Cluster cluster{splits};
   const Position at = position_in_cluster_order(shape, tiling, kVector);
   const ItemGroups groups(shape, tiling, at, kVector);
+  const int parts_of_block = tiling.parts_per_segment();
+  const int parts = splits * parts_of_block; // of a group
 
   extern __shared__ __align__(16) unsigned char shared[];
   const Slab<T, kVector> slab_dY(shared);
   const Slab<T, kVector> slab_X(shared + layout.slab_bytes);
-  auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
-  auto* const own = reinterpret_cast<Pair<Acc>*>(shared + layout.own);
   auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);
+  auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
+  auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
+  auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
+  const Exchange<Pair<Acc>> exchange{
+      splits,
+      reinterpret_cast<Pair<Acc>*>(shared + layout.slots),
+      reinterpret_cast<uint64_t*>(shared + layout.barrier)};
 
   allow_next_kernel();
+  exchange.begin(groups.count * parts);
+  const int width = tiling.columns.divisor() * kVector;
+  const int first_channel = at.tile * width;
+  const ParameterCopy gammas(
+      gamma,
+      Acc(1),
+      first_channel,
+      min(width, shape.C - first_channel),
+      [&](int c, Acc value) { weights[c] = value; });
+  const int64_t first_group = at.n * shape.G + groups.first;
+  const ParameterCopy means(
+      mean_in, Acc(0), first_group, groups.count, [&](int g, Acc value) {
+        moments[g].first = value;
+      });
+  const ParameterCopy rstds(
+      rstd_in, Acc(1), first_group, groups.count, [&](int g, Acc value) {
+        moments[g].second = value;
+      });
   const int count = pixels_of_thread(tiling, at);
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   const int64_t offset = at.offset(shape);
-  slab_dY.copy_from(dY + offset, step, count);
-  slab_X.copy_from(X + offset, step, count);
-  if (at.active) {
-    gamma.prefetch(at.channel);
-  }
+  copy_pixels(count, [&](int i) {
+    copy_async(slab_dY.at(i), dY + offset + i * step);
+    copy_async(slab_X.at(i), X + offset + i * step);
+  });
+  gammas.store();
+  means.store();
+  rstds.store();
+  __syncthreads();
+  const auto moments_of = [&](int group) {
+    return moments[group - groups.first];
+  };
 
   GradientSums<T, kVector> of_thread;
   if (at.active) {
     Acc mean[kVector];
     Acc rstd[kVector];
-    read_moments(shape, at, mean_in, rstd_in, mean, rstd);
+    read_moments(shape, at.channel, moments_of, mean, rstd);
     const int last_batch = (count - 1) / kResidentBatch;
-    for_each_batch<kResidentPairs>(count, [&]<int kPixels>(int first) {
+    for_each_batch<kResidentPairs>(count, [&](int first, int valid) {
       wait_for_copies(last_batch - first / kResidentBatch);
-      Vector<T, kVector> dy[kPixels];
-      Vector<T, kVector> x[kPixels];
-      slab_dY.read(first, dy);
-      slab_X.read(first, x);
-      of_thread.add(dy, x, mean);
+      Vector<T, kVector> dy[kResidentPairs];
+      Vector<T, kVector> x[kResidentPairs];
+      slab_dY.read(first, valid, dy);
+      slab_X.read(first, valid, x);
+      of_thread.add(dy, x, mean, valid);
     });
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -286,78 +363,81 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
       tiling,
       at,
       of_thread,
-      reinterpret_cast<Pair<Acc>*>(shared + layout.fold));
-  if (at.active && at.row == 0) {
-    Acc weight[kVector];
-    gamma.read(at.channel, 1, weight);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      channels[at.column * kVector + j] = {
-          weight[j] * of_thread.ds[j], weight[j] * of_thread.db[j]};
-    }
-    if (sums != nullptr) {
-      Pair<Acc>* const out =
-          sums + (at.n * splits + at.split) * shape.C + at.channel;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        out[j] = {of_thread.ds[j], of_thread.db[j]};
-      }
-    }
-  }
+      reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
+      [&](int c, Pair<Acc> sum) {
+        const int channel = first_channel + c;
+        if (channel < shape.C) {
+          channels[c] = {weights[c] * sum.first, weights[c] * sum.second};
+          if (sums != nullptr) {
+            sums[(at.n * splits + at.split) * shape.C + channel] = sum;
+          }
+        }
+      });
+  exchange.ready();
   __syncthreads();
 
-  const int lanes = tiling.lanes_per_segment;
-  const int lane = threadIdx.x & (lanes - 1);
-  const int lanes_shift = __ffs(lanes) - 1;
-#pragma unroll 1
-  for (int first = 0; first < groups.count;
-       first += blockDim.x >> lanes_shift) {
-    const int g = first + (static_cast<int>(threadIdx.x) >> lanes_shift);
-    Pair<Acc> sum = {0, 0};
-    if (g < groups.count) {
-      for (int i = lane; i < shape.D.divisor(); i += lanes) {
-        const Pair<Acc> channel = channels[g * shape.D.divisor() + i];
-        sum.first += channel.first;
-        sum.second += channel.second;
-      }
+  const int D = shape.D.divisor();
+  const int of_group = tiling.lanes_per_segment;
+  for_each_run(groups.count, of_group, [&](int g, int lane, bool exists) {
+    Acc sum[2] = {0, 0};
+    for (int i = lane; i < D; i += of_group) {
+      const Pair<Acc> channel = channels[g * D + i];
+      sum[0] += channel.first;
+      sum[1] += channel.second;
     }
-    sum.first = sum_lanes(sum.first, lanes);
-    sum.second = sum_lanes(sum.second, lanes);
-    if (lane == 0 && g < groups.count) {
-      own[g] = sum;
-    }
-  }
-  cluster.sync();
-
-  for_each_share(tiling, groups, [&](int g, int split) {
-    const Acc items = static_cast<Acc>(shape.HxW) * shape.D.divisor();
-    const Pair<Acc> part = cluster.in_block(own, split)[g];
-    const Acc of_dY_xhat = sum_lanes(part.first, splits);
-    const Acc of_dY = sum_lanes(part.second, splits);
-    if (split == 0) {
-      total[g] = {of_dY / items, of_dY_xhat / items};
+    sum_lanes(sum, of_group);
+    if (exists) {
+      exchange.put(
+          g * parts + at.split * parts_of_block + lane / kWarpSize,
+          {sum[0], sum[1]},
+          lane % kWarpSize,
+          min(of_group, kWarpSize));
     }
   });
-  cluster.done_reading();
-  __syncthreads();
+  exchange.wait();
 
-  if (at.active && dX != nullptr) {
-    const InputGradient<T, kVector> gradient(
-        shape, at, mean_in, rstd_in, gamma, [&](int group) {
-          return total[group - groups.first];
-        });
-    for_each_batch<kResidentPairs>(count, [&]<int kPixels>(int first) {
-      Vector<T, kVector> dy[kPixels];
-      Vector<T, kVector> x[kPixels];
-      slab_dY.read(first, dy);
-      slab_X.read(first, x);
+  const Acc items = static_cast<Acc>(shape.HxW) * D;
+  const int lanes = min(parts, kWarpSize);
+  for_each_run(groups.count, lanes, [&](int g, int lane, bool exists) {
+    Acc sum[2] = {0, 0}; // of gamma dY xhat, gamma dY
+    for (int i = lane; i < parts; i += lanes) {
+      const Pair<Acc> part = exchange.slots[g * parts + i];
+      sum[0] += part.first;
+      sum[1] += part.second;
+    }
+    sum_lanes(sum, lanes);
+    if (lane == 0 && exists) {
+      total[g] = {sum[1] / items, sum[0] / items};
+    }
+  });
+  __syncthreads();
+  if (!at.active || dX == nullptr) {
+    return;
+  }
+
+  const InputGradient<T, kVector> gradient(
+      shape,
+      at.channel,
+      [&](Acc(&weight)[kVector]) {
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
+        for (int j = 0; j < kVector; ++j) {
+          weight[j] = weights[at.column * kVector + j];
+        }
+      },
+      moments_of,
+      [&](int group) { return total[group - groups.first]; });
+  for_each_batch<kResidentPairs>(count, [&](int first, int valid) {
+    Vector<T, kVector> dy[kResidentPairs];
+    Vector<T, kVector> x[kResidentPairs];
+    slab_dY.read(first, valid, dy);
+    slab_X.read(first, valid, x);
+#pragma unroll
+    for (int i = 0; i < kResidentPairs; ++i) {
+      if (i < valid) {
         store(dX + offset + (first + i) * step, gradient(dy[i], x[i]));
       }
-    });
-  }
-  cluster.wait_for_readers();
+    }
+  });
 }
 
 } // namespace gn_override

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "native/kernels/fast_divisor.cuh"
+#include "native/kernels/reduce.cuh"
 
 namespace gn_override {
 
@@ -37,8 +38,15 @@ struct Tiling {
   FastDivisor columns;
   FastDivisor rows;
   FastDivisor column_tiles;
-  // Lanes that fold a segment together, a power of two up to 32.
+  // Neighbouring threads, a power of two, that fold a segment together; those
+  // that fold a channel, at most a warp.
   int lanes_per_segment;
+  int lanes_per_channel;
+
+  // A segment's folded parts: one of each of its warps.
+  __device__ int parts_per_segment() const {
+    return (lanes_per_segment + kWarpSize - 1) / kWarpSize;
+  }
 };
 
 // Where a block, and within it a thread, works.
@@ -118,22 +126,16 @@ __device__ __forceinline__ int pixels_of_thread(
   return at.active ? PixelsOfRow(tiling, at.pixels).of(at.row) : 0;
 }
 
-// Calls enter(group) for the group of the thread's first channel and for each
-// new one, and f(j) for each of the channels channel + j.
-template <int kVector, typename Enter, typename F>
+// Calls f(j, of_group(the group of channel + j)) for each of a thread's
+// channels.
+template <int kVector, typename OfGroup, typename F>
 __device__ __forceinline__ void
-for_each_channel(const Shape& shape, int channel, Enter enter, F f) {
-  int group = shape.D.quotient(channel);
-  int next = (group + 1) * shape.D.divisor();
-  enter(group);
+for_each_channel(const Shape& shape, int channel, OfGroup of_group, F f) {
+  const auto first = of_group(shape.D.quotient(channel));
+  const bool same = shape.D.divisor() % kVector == 0;
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
-    if (channel + j == next) {
-      ++group;
-      next += shape.D.divisor();
-      enter(group);
-    }
-    f(j);
+    f(j, same || j == 0 ? first : of_group(shape.D.quotient(channel + j)));
   }
 }
 

@@ -20,9 +20,9 @@ namespace gn_override {
 
 // -- forward -----------------------------------------------------------------
 
-// partial[n][split][slot] is of the segment; column_tiles + G - 1
-// slots. Dynamic
-// shared memory: fold_size() accumulators.
+// partial[n][split][slot] is of the segment; column_tiles + G - 1 slots.
+// Dynamic shared memory: fold_size() accumulators. At most a warp folds a
+// segment.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     statistics(
@@ -66,8 +66,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       tiling,
       at,
       moments,
-      reinterpret_cast<Acc*>(shared),
-      [&](int group, Moments<Acc> moment) { own[group] = moment; });
+      reinterpret_cast<Pair<Acc>*>(shared),
+      [&](int group, int, const Moments<Acc>& moment, int lane) {
+        if (lane == 0) {
+          own[group] = moment;
+        }
+      });
 }
 
 // moments[n][g], with rstd, in the accumulator's type; mean and rstd are
@@ -99,40 +103,18 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   const Moments<Acc>* const own =
       partial + n * tiling.splits.divisor() * slots + group + first_tile;
 
-  const auto count = [&](const Walk& walk) {
-    const int tile_first = (first_tile + walk.x) * tile_width;
-    const int width =
-        min(last + 1, tile_first + tile_width) - max(first, tile_first);
-    const int64_t left = shape.HxW - walk.y * tiling.pixels_per_split;
-    const int64_t pixels =
-        left < tiling.pixels_per_split ? left : tiling.pixels_per_split;
-    return static_cast<Acc>(pixels) * width;
-  };
-  const int items = tiles * tiling.splits.divisor();
-  const Acc total = static_cast<Acc>(shape.HxW) * shape.D.divisor();
-
   allow_next_kernel();
   wait_for_previous_kernel();
-  Acc sum = 0;
-  const Walk start(Threads::rank(), Threads::size(), tiles);
-  Walk walk = start;
-  for (int i = Threads::rank(); i < items; i += Threads::size(), walk.next()) {
-    sum +=
-        count(walk) * own[static_cast<int64_t>(walk.y) * slots + walk.x].mean;
-  }
-  const Acc near_mean = Threads::sum(sum) / total;
-
-  DeviationSums<Acc> deviations;
-  walk = start;
-  for (int i = Threads::rank(); i < items; i += Threads::size(), walk.next()) {
-    deviations.add(
-        own[static_cast<int64_t>(walk.y) * slots + walk.x],
-        count(walk),
-        1,
-        near_mean);
-  }
-  deviations.reduce([](Acc value) { return Threads::sum(value); });
-  Moments<Acc> of_group = deviations.moments(near_mean, total, 1);
+  Moments<Acc> of_group = merge_moments<Acc>(
+      Threads::rank(),
+      Threads::size(),
+      tiles * tiling.splits.divisor(),
+      [&](int i) {
+        const int split = i / tiles;
+        return own[static_cast<int64_t>(split) * slots + i - split * tiles];
+      },
+      [](auto& sums) { Threads::sum(sums); });
+  const Acc total = static_cast<Acc>(shape.HxW) * shape.D.divisor();
   of_group.second = reciprocal_sqrt(of_group.second / total + eps);
 
   if (!idle && Threads::rank() == 0) {
@@ -162,9 +144,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     return;
   }
   const Normalization<T, kVector> normalized(
-      shape, at, gamma, beta, [&](int group) {
-        return moments[at.n * shape.G + group];
-      });
+      shape,
+      at.channel,
+      [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
+        gamma.read(at.channel, 1, weight);
+        beta.read(at.channel, 0, bias);
+      },
+      [&](int group) { return moments[at.n * shape.G + group]; });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
   int left = pixels_of_thread(tiling, at);
@@ -208,7 +194,11 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   if (at.active) {
     Acc mean[kVector];
     Acc rstd[kVector];
-    read_moments(shape, at, mean_in, rstd_in, mean, rstd);
+    const auto moments_of = [&](int group) -> Pair<Acc> {
+      const int64_t index = at.n * shape.G + group;
+      return {mean_in.at(index, 0), rstd_in.at(index, 1)};
+    };
+    read_moments(shape, at.channel, moments_of, mean, rstd);
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     int64_t offset = at.offset(shape);
     int left = pixels_of_thread(tiling, at);
@@ -238,15 +228,19 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   }
 
   extern __shared__ __align__(16) unsigned char shared[];
-  fold_rows(tiling, at, total, reinterpret_cast<Pair<Acc>*>(shared));
-  if (at.active && at.row == 0) {
-    Pair<Acc>* const own = sums +
-        (at.n * tiling.splits.divisor() + at.split) * shape.C + at.channel;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      own[j] = {total.ds[j], total.db[j]};
-    }
-  }
+  const int first_channel = at.tile * tiling.columns.divisor() * kVector;
+  Pair<Acc>* const own = sums +
+      (at.n * tiling.splits.divisor() + at.split) * shape.C + first_channel;
+  fold_rows(
+      tiling,
+      at,
+      total,
+      reinterpret_cast<Pair<Acc>*>(shared),
+      [&](int channel, Pair<Acc> sum) {
+        if (first_channel + channel < shape.C) {
+          own[channel] = sum;
+        }
+      });
 }
 
 // coefficients[n][g] = s * (sum gamma dY, sum gamma dY xhat). One team for each
@@ -269,22 +263,21 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
 
   allow_next_kernel();
   wait_for_previous_kernel();
-  Acc of_dY = 0;
-  Acc of_dY_xhat = 0;
+  Acc sum[2] = {0, 0}; // of gamma dY, gamma dY xhat
   const int64_t items = static_cast<int64_t>(splits) * shape.D.divisor();
   Walk walk(Threads::rank(), Threads::size(), shape.D.divisor());
   for (int64_t i = Threads::rank(); i < items;
        i += Threads::size(), walk.next()) {
-    const Pair<Acc> sum = own[static_cast<int64_t>(walk.y) * shape.C + walk.x];
+    const Pair<Acc> of_channel =
+        own[static_cast<int64_t>(walk.y) * shape.C + walk.x];
     const Acc weight = gamma.at(first + walk.x, 1);
-    of_dY_xhat += weight * sum.first;
-    of_dY += weight * sum.second;
+    sum[0] += weight * of_channel.second;
+    sum[1] += weight * of_channel.first;
   }
-  of_dY = Threads::sum(of_dY);
-  of_dY_xhat = Threads::sum(of_dY_xhat);
+  Threads::sum(sum);
   if (!idle && Threads::rank() == 0) {
     const Acc count = static_cast<Acc>(shape.HxW) * shape.D.divisor();
-    coefficients[index] = {of_dY / count, of_dY_xhat / count};
+    coefficients[index] = {sum[0] / count, sum[1] / count};
   }
 }
 
@@ -310,9 +303,14 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     return;
   }
   const InputGradient<T, kVector> gradient(
-      shape, at, mean_in, rstd_in, gamma, [&](int group) {
-        return coefficients[at.n * shape.G + group];
-      });
+      shape,
+      at.channel,
+      [&](Acc(&weight)[kVector]) { gamma.read(at.channel, 1, weight); },
+      [&](int group) -> Pair<Acc> {
+        const int64_t index = at.n * shape.G + group;
+        return {mean_in.at(index, 0), rstd_in.at(index, 1)};
+      },
+      [&](int group) { return coefficients[at.n * shape.G + group]; });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
   int left = pixels_of_thread(tiling, at);

@@ -66,16 +66,40 @@ struct ParameterIn {
   const void* data; // null: every element is `otherwise`
   bool is_float;
 
-  __device__ Accumulator<T> at(int64_t i, Accumulator<T> otherwise) const {
+  using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+  // Element i as it stands in memory, for value_of(): nothing waits for the
+  // load before that.
+  __device__ Word fetch(int64_t i) const {
+    Word word = 0;
+    if (data != nullptr) {
+      if constexpr (sizeof(T) == 2) {
+        word = is_float ? static_cast<const uint32_t*>(data)[i]
+                        : static_cast<const uint16_t*>(data)[i];
+      } else {
+        word = static_cast<const Word*>(data)[i];
+      }
+    }
+    return word;
+  }
+
+  __device__ Accumulator<T> value_of(Word word, Accumulator<T> otherwise)
+      const {
     if (data == nullptr) {
       return otherwise;
     }
     if constexpr (sizeof(T) == 2) {
       if (is_float) {
-        return static_cast<const float*>(data)[i];
+        return __uint_as_float(word);
       }
     }
-    return widen(static_cast<const T*>(data)[i]);
+    T value;
+    memcpy(&value, &word, sizeof(T)); // little-endian
+    return widen(value);
+  }
+
+  __device__ Accumulator<T> at(int64_t i, Accumulator<T> otherwise) const {
+    return value_of(fetch(i), otherwise);
   }
 
   // Elements i to i + kVector - 1.
@@ -96,15 +120,6 @@ struct ParameterIn {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       out[j] = at(i + j, otherwise);
-    }
-  }
-
-  // Brings element i to the L2 cache.
-  __device__ void prefetch(int i) const {
-    if (data != nullptr) {
-      const auto* const address = static_cast<const char*>(data) +
-          i * (sizeof(T) == 2 && is_float ? sizeof(float) : sizeof(T));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
     }
   }
 };

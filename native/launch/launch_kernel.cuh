@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <type_traits>
 
 #include "native/kernels/reduce.cuh"
@@ -110,20 +111,27 @@ inline Shape shape_of(const Problem& problem) {
       FastDivisor(static_cast<int>(problem.D()))};
 }
 
-inline Tiling tiling_of(const Problem& problem, const Plan& plan) {
-  const int64_t segments = std::min<int64_t>(
-      problem.G, (plan.columns * plan.vector - 1) / problem.D() + 2);
-  int lanes = 1;
-  while (lanes < kWarpSize && 2 * lanes * segments <= plan.threads) {
-    lanes *= 2;
-  }
+// At most `lanes_per_segment` threads shall fold a segment (see fold_segments).
+inline Tiling
+tiling_of(const Problem& problem, const Plan& plan, int lanes_per_segment) {
+  // Neighbouring lanes, a power of two, for each of `items` at once.
+  const auto lanes_of = [&](int64_t items, int most) {
+    const auto lanes = std::clamp<int64_t>(plan.threads / items, 1, most);
+    return static_cast<int>(std::bit_floor(static_cast<uint64_t>(lanes)));
+  };
+  const int64_t channels = int64_t{1} * plan.columns * plan.vector;
+  // Of a tile: its whole groups, or what it may cut.
+  const int64_t segments = channels % problem.D() == 0
+      ? channels / problem.D()
+      : std::min<int64_t>(problem.G, (channels - 1) / problem.D() + 2);
   return {
       plan.pixels_per_split,
       FastDivisor(plan.splits),
       FastDivisor(plan.columns),
       FastDivisor(plan.rows),
       FastDivisor(plan.column_tiles),
-      lanes};
+      lanes_of(segments, lanes_per_segment),
+      lanes_of(channels, kWarpSize)};
 }
 
 inline unsigned blocks_of(const Problem& problem, const Plan& plan) {

@@ -12,6 +12,12 @@ namespace gn_override {
 // cp.async copies no less.
 constexpr int kNarrowestCopy = 4;
 
+// What the blocks of a cluster found of a group is read by a warp.
+inline Tiling resident_tiling(const Problem& problem, const Plan& plan) {
+  return tiling_of(
+      problem, plan, kWarpSize * std::max(1, kWarpSize / plan.splits));
+}
+
 inline LaunchShape resident_shape(const Problem& problem, const Plan& plan) {
   return {
       .blocks = blocks_of(problem, plan),
@@ -25,6 +31,7 @@ ResidentLayout resident_layout(const Problem& problem, const Plan& plan) {
   return ResidentLayout(
       problem.direction,
       problem.D(),
+      plan.splits,
       plan.pixels_per_split,
       plan.threads,
       plan.columns,
@@ -46,7 +53,7 @@ cudaError_t resident_forward(
         resident_shape(problem, plan),
         stream,
         shape_of(problem),
-        tiling_of(problem, plan),
+        resident_tiling(problem, plan),
         resident_layout<T>(problem, plan),
         static_cast<Accumulator<T>>(arguments.eps),
         static_cast<const T*>(arguments.X),
@@ -75,7 +82,7 @@ cudaError_t resident_backward(
             resident_shape(problem, plan),
             stream,
             shape_of(problem),
-            tiling_of(problem, plan),
+            resident_tiling(problem, plan),
             resident_layout<T>(problem, plan),
             static_cast<const T*>(arguments.dY),
             static_cast<const T*>(arguments.X),

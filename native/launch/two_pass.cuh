@@ -31,7 +31,7 @@ cudaError_t two_pass_forward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const Shape shape = shape_of(problem);
-  const Tiling tiling = tiling_of(problem, plan);
+  const Tiling tiling = tiling_of(problem, plan, kWarpSize);
   const unsigned blocks = blocks_of(problem, plan);
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
@@ -99,7 +99,7 @@ cudaError_t two_pass_backward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const Shape shape = shape_of(problem);
-  const Tiling tiling = tiling_of(problem, plan);
+  const Tiling tiling = tiling_of(problem, plan, kWarpSize);
   const unsigned blocks = blocks_of(problem, plan);
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;

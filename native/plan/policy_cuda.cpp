@@ -139,6 +139,7 @@ Candidate resident_candidate(
   plan.shared_bytes = ResidentLayout(
                           problem.direction,
                           problem.D(),
+                          plan.splits,
                           plan.pixels_per_split,
                           plan.threads,
                           columns,
@@ -292,7 +293,7 @@ Plan plan_two_pass(const Problem& problem, const Device& device) {
   const int64_t partials =
       forward ? problem.G + plan.column_tiles - 1 : problem.C;
   plan.workspace_bytes = static_cast<size_t>(
-      (forward ? 3 : 2) * accumulator_bytes(problem) * problem.N *
+      (forward ? 4 : 2) * accumulator_bytes(problem) * problem.N *
       (plan.splits * partials + problem.G));
   return plan;
 }

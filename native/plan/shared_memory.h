@@ -24,13 +24,13 @@ GN_OVERRIDE_HOST_DEVICE constexpr int channels_of_one_group(
 }
 
 // Accumulators that the threads of a block fold their results in: (mean, M2) of
-// each thread's channels, merged as far as they are of one group, or two sums
-// of each channel of half of the rows.
+// each thread's channels, merged as far as they are of one group, in columns of
+// an odd number of places; or two sums of each channel of half of the rows.
 GN_OVERRIDE_HOST_DEVICE constexpr int64_t
 fold_size(Direction direction, int64_t D, int vector, int columns, int rows) {
   return direction == Direction::kForward
       ? int64_t{2} * (vector / channels_of_one_group(D, vector)) * columns *
-          rows
+          (rows | 1)
       : int64_t{2} * vector * columns * ((rows + 1) / 2);
 }
 
@@ -39,35 +39,44 @@ struct ResidentLayout {
   // One operand's slab is ceil(pixels_per_split / rows) x threads vectors, what
   // each thread loaded: X's, or dY's and then X's.
   int64_t slab_bytes;
+  int64_t slots; // what every block found of each group: Moments, or two sums
+  int64_t total; // of each group: Moments, or two coefficients
+  int64_t moments; // backward: mean and rstd of each group
+  int64_t parameters; // of each channel of the tile: gamma and beta, or gamma
+  int64_t channels; // backward: two sums of each channel of the tile
+  int64_t barrier; // of the exchange between blocks, 8 bytes
   int64_t fold; // fold_size() accumulators
-  int64_t channels; // backward: two accumulators of each channel of the tile
-  int64_t own; // four of each group: this block's share of what is summed
-  int64_t total; // four of each group: the cluster's
   int64_t bytes;
 
   GN_OVERRIDE_HOST_DEVICE constexpr ResidentLayout(
       Direction direction,
       int64_t D,
+      int splits,
       int64_t pixels_per_split,
       int threads,
       int columns,
       int rows,
       int vector,
       int element_bytes,
-      int accumulator_bytes)
-      : slab_bytes(
-            (pixels_per_split + rows - 1) / rows * threads * vector *
-            element_bytes),
-        fold(direction == Direction::kForward ? slab_bytes : 2 * slab_bytes),
-        channels(
-            fold +
-            accumulator_bytes * fold_size(direction, D, vector, columns, rows)),
-        own(channels +
-            (direction == Direction::kForward
-                 ? 0
-                 : int64_t{2} * accumulator_bytes * vector * columns)),
-        total(own + int64_t{4} * accumulator_bytes * (columns * vector / D)),
-        bytes(total + int64_t{4} * accumulator_bytes * (columns * vector / D)) {
+      int accumulator_bytes) {
+    const bool forward = direction == Direction::kForward;
+    const int64_t groups = columns * vector / D;
+    const int64_t warps = threads / 32;
+    // A block's results: in parts of a warp where several fold a group.
+    const int64_t parts = groups > warps ? groups : warps;
+    const int64_t wide = int64_t{forward ? 4 : 2} * accumulator_bytes;
+    const int64_t pair = int64_t{2} * accumulator_bytes;
+    slab_bytes =
+        (pixels_per_split + rows - 1) / rows * threads * vector * element_bytes;
+    slots = forward ? slab_bytes : 2 * slab_bytes;
+    total = slots + wide * splits * parts;
+    moments = total + wide * groups;
+    parameters = moments + (forward ? 0 : pair * groups);
+    channels = parameters + pair * columns * vector;
+    barrier = channels + (forward ? 0 : pair * columns * vector);
+    fold = barrier + 16; // keeps pairs of doubles aligned
+    bytes = fold +
+        accumulator_bytes * fold_size(direction, D, vector, columns, rows);
   }
 };
 
