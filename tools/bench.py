@@ -1,28 +1,41 @@
-"""Time the CUDA kernels against a copy and against stock: the kernel table.
+"""Time the CUDA kernels against a copy, stock, torch.compile and peers: the kernel table.
 
     python tools/bench.py                       # every row of tests/shapes.py's KERNEL_CASES
-    python tools/bench.py --only vae,rn2 --providers gn_override,stock_channels_last,compile
+    python tools/bench.py --only vae,rn2 --providers gn_override,stock_channels_last
+    python tools/bench.py --from benchmarks/results/kernels-h200.json --plot kernels.svg   # no GPU
 
-Each call (forward, or forward plus the backward to X, gamma, beta) is captured in a CUDA graph
-and replayed with a cold L2 cache (triton.testing.do_bench); figures are medians in microseconds
-of GPU time. `copy` is y.copy_(x) of the same tensor in the same run. The share of the copy rate
-counts the least traffic there is, the same for every provider: X and Y once forward; X and Y,
-then X, dY and dX once forward plus backward. Before it is timed, each case is checked against
-fp64 with the test suite's bound.
+Forward, and forward plus the backward to X, gamma and beta, timed as tools/timing.py says: CUDA
+graph, cold L2 cache, median microseconds of GPU time. `copy` is y.copy_(x) of the same tensor in
+the same run. Rates count the least traffic there is, the same for every provider
+(tools/kernel_table.py). Peers (tools/peers.py) take part where they can be imported.
+
+Before a case is timed, ours is checked against fp64 with the test suite's bound, the others
+roughly against stock. In a row of the results file
+    wrong     why ours failed that check
+    differs   {provider: {direction: why}} of the others
+    failed    {provider: {direction: why}} of the others that raised an error: no time, a dash
+Rows where another one is faster are listed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kernel_table
+import peers
 import results
+import timing
 import torch
 import torch.nn.functional as F
+from progress import Progress
 from torch import Tensor
 
 sys.path.insert(0, str(results.ROOT / "tests"))
@@ -31,68 +44,70 @@ from shapes import KERNEL_CASES, Case
 
 import gn_override
 
-Step = Callable[[], Any]
-NormFunction = Callable[..., Tensor]
+# More elements are checked roughly: the fp64 reference takes some 80 bytes for each.
+MOST_EXACT = 1 << 29
 
 
-def _stock(X: Tensor, G: int, gamma: Tensor, beta: Tensor) -> Tensor:
-    with gn_override.disabled():
-        return F.group_norm(X, G, gamma, beta)
+@dataclass(frozen=True)
+class Provider:
+    """Who computes, on operands of which layout, and whether the override is on."""
+
+    norm: timing.Norm
+    layout: str = "channels_last"
+    on: bool = False
+
+    def switch(self) -> AbstractContextManager[None]:
+        return gn_override.enabled() if self.on else gn_override.disabled()
 
 
-def _provider(name: str) -> NormFunction:
-    """The norm function of a provider."""
-    if name == "gn_override":
-        return F.group_norm
-    if name.startswith("stock_"):
-        return _stock
-    if name == "compile":
-        torch._dynamo.reset()
-        return torch.compile(_stock, dynamic=False)
-    raise ValueError(f"unknown provider {name!r}; one of {PROVIDERS}")
+def _plain(X: Tensor, G: int, gamma: Tensor, beta: Tensor) -> Tensor:
+    return F.group_norm(X, G, gamma, beta)
 
 
-PROVIDERS = ("gn_override", "stock_channels_last", "stock_nchw", "compile")
-DEFAULT_PROVIDERS = ("gn_override", "stock_channels_last", "stock_nchw")
+OURS = {"gn_override": Provider(_plain, on=True)}
+STOCK = {
+    "stock_channels_last": Provider(_plain),
+    "stock_nchw": Provider(_plain, layout="nchw"),
+}
+NAMES = (*OURS, *STOCK, "compile", *peers.PEERS)
 
 
-def microseconds(step: Step, milliseconds: int) -> float:
-    """Median GPU time of a step, captured in a CUDA graph, with a cold L2 cache."""
-    from triton.testing import do_bench
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return 1e3 * do_bench(graph.replay, warmup=10, rep=milliseconds, return_mode="median")
+def providers_here(names: Sequence[str]) -> tuple[dict[str, Provider], dict[str, str]]:
+    """Those of the names that can run here, in the order of NAMES; why an installed peer cannot."""
+    found, unusable = peers.find()
+    here = OURS | STOCK | {name: Provider(norm) for name, norm in found.items()}
+    if "compile" in names:
+        here["compile"] = Provider(torch.compile(_plain, dynamic=False))
+    return {name: here[name] for name in NAMES if name in names and name in here}, unusable
 
 
-def _steps(
-    norm: NormFunction, X: Tensor, G: int, gamma: Tensor, beta: Tensor, dY: Tensor
-) -> tuple[Step, Step]:
-    """What is timed: forward, and forward plus backward to X, gamma and beta."""
+def check(case: Case, inputs: reference.Inputs, stock: reference.Results) -> str:
+    """What is wrong with ours, or ""."""
+    taken = not case.one_layout
+    try:
+        with gn_override.enabled(), reference.expect_calls(inputs.X.device.type, taken, taken):
+            ours = reference.native(inputs)
+        if case.numel <= MOST_EXACT:
+            reference.assert_parity(ours, inputs, theirs=stock)
+            return ""
+    except AssertionError as error:
+        return str(error)
+    gradients = ours.dX, ours.dgamma, ours.dbeta
+    return timing.difference("fwd", (ours.Y,), stock) or timing.difference(
+        "fwd_bwd", gradients, stock
+    )
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return norm(X, G, gamma, beta)
 
-    def forward_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(norm(X, G, gamma, beta), (X, gamma, beta), dY)
-
-    return forward, forward_backward
-
-
-def measure(case: Case, providers: list[str], milliseconds: int, check: bool) -> dict[str, Any]:
+def measure(
+    case: Case,
+    providers: Mapping[str, Provider],
+    milliseconds: int,
+    checked: bool = True,
+    device: str = "cuda",
+) -> dict[str, Any]:
     """One row: microseconds of a copy, and of each provider forward and forward + backward."""
     dtype = getattr(torch, case.dtype)
-    inputs = reference.make_inputs(case, "cuda", dtype)
-    gamma, beta = inputs.gamma, inputs.beta
-    assert gamma is not None and beta is not None
+    inputs = reference.make_inputs(case, device, dtype)
     Y = torch.empty_like(inputs.X)
     row: dict[str, Any] = {
         "name": case.name,
@@ -100,98 +115,131 @@ def measure(case: Case, providers: list[str], milliseconds: int, check: bool) ->
         "groups": case.groups,
         "dtype": case.dtype,
         "MB": round(case.numel * dtype.itemsize / 1e6, 1),
-        "copy": round(microseconds(lambda: Y.copy_(inputs.X), milliseconds), 2),
+        "copy": round(timing.microseconds(lambda: Y.copy_(inputs.X), milliseconds), 2),
         "fwd": {},
         "fwd_bwd": {},
     }
-    if check:
-        with reference.expect_calls("cuda", True, True):
-            ours = reference.native(inputs)
-        try:
-            reference.assert_parity(ours, inputs)
-        except AssertionError as error:
-            row["wrong"] = str(error)
-        else:
-            row["checked"] = True
-        del ours
-    for name in providers:
-        norm = _provider(name)
-        layout = "nchw" if name == "stock_nchw" else "channels_last"
-        X = reference.lay_out(inputs.X, layout).requires_grad_()
-        dY = reference.lay_out(inputs.dY, layout)
-        weight, bias = gamma.clone().requires_grad_(), beta.clone().requires_grad_()
-
-        forward, forward_backward = _steps(norm, X, case.groups, weight, bias, dY)
-        row["fwd"][name] = round(microseconds(forward, milliseconds), 2)
-        row["fwd_bwd"][name] = round(microseconds(forward_backward, milliseconds), 2)
-        torch.cuda.empty_cache()
+    stock = reference.stock(inputs) if checked else None
+    if stock is not None:
+        wrong = check(case, inputs, stock)
+        row |= {"wrong": wrong} if wrong else {"checked": True}
+    failed: dict[str, dict[str, str]] = {}
+    differs: dict[str, dict[str, str]] = {}
+    if "compile" in providers:
+        torch._dynamo.reset()  # what it compiled for the row before
+    for name, provider in providers.items():
+        with provider.switch():
+            for what, step in timing.steps(provider.norm, inputs, provider.layout).items():
+                try:
+                    if stock is not None and name not in OURS:
+                        found = timing.difference(what, step(), stock)
+                        if found:
+                            differs.setdefault(name, {})[what] = found
+                    row[what][name] = round(timing.microseconds(step, milliseconds), 2)
+                except Exception as error:  # whatever a package raises
+                    if name in OURS:
+                        raise
+                    failed.setdefault(name, {})[what] = peers.reason(error)
+    if failed:
+        row["failed"] = failed
+    if differs:
+        row["differs"] = differs
     return row
 
 
-def table(rows: list[dict[str, Any]], providers: list[str]) -> str:
-    """The rows as text: microseconds; of ours also the ratio to the copy."""
-    titles = [f"{'case':<10}{'dtype':<10}{'copy':>8}"]
-    for what in ("fwd", "fwd_bwd"):
-        titles.append(f"{what:>9}{'x copy':>8}")
-        titles += [f"{p.removeprefix('stock_')[:9]:>10}" for p in providers[1:]]
-    lines = ["".join(titles)]
-    for row in rows:
-        line = f"{row['name']:<10}{row['dtype']:<10}{row['copy']:>8.1f}"
-        for what in ("fwd", "fwd_bwd"):
-            ours = row[what][providers[0]]
-            line += f"{ours:>9.1f}{ours / row['copy']:>8.2f}"
-            line += "".join(f"{row[what].get(p, float('nan')):>10.1f}" for p in providers[1:])
-        lines.append(line + (f"  WRONG: {row['wrong']}" if "wrong" in row else ""))
-    return "\n".join(lines)
+def run(
+    cases: Sequence[Case], providers: Mapping[str, Provider], milliseconds: int, checked: bool
+) -> list[dict[str, Any]]:
+    """The rows; fewer if a provider breaks the GPU's context."""
+    rows = []
+    with Progress(len(cases)) as progress:
+        for case in cases:
+            progress.step(case.id)
+            row = measure(case, providers, milliseconds, checked)
+            rows.append(row | kernel_table.rates(row))
+            if timing.gpu_lost():
+                print(
+                    f"an error at {case.id} broke the GPU's context: {row.get('failed')}; "
+                    "--providers leaves one out",
+                    file=sys.stderr,
+                )
+                break
+            torch.cuda.empty_cache()
+    return rows
 
 
-def slower_than_stock(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows where a stock layout beats us, by name."""
-    return [
-        f"{row['name']} {row['dtype']} {what}: {row[what]['gn_override']} us, {name} {time} us"
-        for row in rows
-        for what in ("fwd", "fwd_bwd")
-        for name, time in row[what].items()
-        if name.startswith("stock_") and time < row[what]["gn_override"]
-    ]
+def picture_path(text: str) -> Path:
+    """A path that ends in .svg or .png."""
+    path = Path(text)
+    if path.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError("a picture's name ends in .svg or .png")
+    return path
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, with the cases that --only and --dtype leave, and --providers as a list."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="comma-separated names of cases")
     parser.add_argument("--dtype", default="", help="only cases of this dtype")
     parser.add_argument(
-        "--providers", default=",".join(DEFAULT_PROVIDERS), help="of " + ", ".join(PROVIDERS)
+        "--providers",
+        default=",".join(NAMES),
+        help="those that are there, of %(default)s (all by default)",
     )
     parser.add_argument("--milliseconds", type=int, default=60, help="of measuring a figure")
-    parser.add_argument("--no-check", action="store_true", help="time without the fp64 check")
-    parser.add_argument("--output", default="", help="name of the results file to write")
+    parser.add_argument("--no-check", action="store_true", help="time without checking results")
+    parser.add_argument("--plot", type=picture_path, help="draw a picture: FILE.svg or FILE.png")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--output", default="", help="name of the results file to write")
+    group.add_argument(
+        "--from", dest="source", type=Path, help="print and draw this results file instead"
+    )
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
-    arguments = parser.parse_args()
-    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
-        parser.exit(1, "tools/bench.py needs a CUDA GPU and triton\n")
+    arguments = parser.parse_args(argv)
 
     names = [name for name in arguments.only.split(",") if name]
     unknown = set(names) - {case.name for case in KERNEL_CASES}
     if unknown:
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    cases = [
+    arguments.cases = [
         case
         for case in KERNEL_CASES
         if (not names or case.name in names) and arguments.dtype in ("", case.dtype)
     ]
-    providers = arguments.providers.split(",")
-    rows = []
-    for number, case in enumerate(cases, 1):
-        print(f"[{number}/{len(cases)}] {case.id}", file=sys.stderr, flush=True)
-        rows.append(measure(case, providers, arguments.milliseconds, not arguments.no_check))
-    if arguments.output:
-        head = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}
-        results.write(arguments.output, head | {"rows": rows}, arguments.folder)
-    print(table(rows, providers))
-    for line in slower_than_stock(rows):
-        print("slower than stock:", line)
+    arguments.providers = arguments.providers.split(",")
+    if set(arguments.providers) - set(NAMES) or "gn_override" not in arguments.providers:
+        parser.error(f"--providers: gn_override, and any of {', '.join(NAMES[1:])}")
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib, the extra gn_override[plot]: pip install matplotlib")
+    if arguments.source is None and not (
+        torch.cuda.is_available() and importlib.util.find_spec("triton")
+    ):
+        parser.error("measuring needs a CUDA GPU and triton (--from FILE.json does not)")
+    return arguments
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse(argv)
+    if arguments.source:
+        content = json.loads(arguments.source.read_text())
+    else:
+        providers, unusable = providers_here(arguments.providers)
+        content = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}
+        if unusable:
+            content["peers that cannot be imported"] = unusable
+            print("peers that cannot be imported:", unusable, file=sys.stderr)
+        checked = not arguments.no_check
+        content["rows"] = run(arguments.cases, providers, arguments.milliseconds, checked)
+        if arguments.output:
+            results.write(arguments.output, content, arguments.folder)
+    rows = content["rows"]
+    print(kernel_table.table(rows))
+    for line in kernel_table.losses(rows):
+        print("slower:", line)
+    if arguments.plot:
+        kernel_table.picture(content, arguments.plot)
+    return int(any("wrong" in row for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -36,11 +36,12 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line, without the folder that the file is written to."""
+    """The command line, without the places that files are written to."""
     words = list(sys.argv)
-    if "--folder" in words:
-        at = words.index("--folder")
-        del words[at : at + 2]
+    for option in ("--folder", "--plot"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
     return shlex.join(["python", *words])
 
 

@@ -1,9 +1,10 @@
-"""Sweep the resident scheme's parameters: the evidence behind native/plan/policy_cuda.cpp.
+"""Sweep the parameters of the CUDA schemes: the evidence behind native/plan/policy_cuda.cpp.
 
     python tools/tune.py --only rn2,sd15 --direction fwd
 
 For each case every combination of slice width, cluster size and threads that fits is timed
-(tools/bench.py's way), and so is the two-pass scheme. Prints, a case and direction, the policy's
+(tools/timing.py's way), and of slice width and samples of a wave in the cooperative scheme, and the
+two-pass scheme. Prints, a case and direction, the policy's
 own choice, the best, and the runners-up, as x copy, so that a policy row for another GPU can be
 read off.
 """
@@ -17,18 +18,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import bench
-import reference
 import results
+import timing
 import torch
+
+sys.path.insert(0, str(results.ROOT / "tests"))
+import reference
 from shapes import KERNEL_CASES, Case
 
+import gn_override  # noqa: F401  (loads the library)
+
 COLUMNS = (0, 4, 5, 8, 10, 16, 20, 32, 64)
-SPLITS = (1, 2, 4, 8, 16)
+CLUSTERS = (1, 2, 4, 8, 16)
 THREADS = (256, 512)
+SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128)
+PINS = (
+    ("", 0, 0, 0),
+    ("two_pass", 0, 0, 0),
+    *(("resident", *pins) for pins in itertools.product(COLUMNS, CLUSTERS, THREADS)),
+    *(("cooperative", *pins, 0) for pins in itertools.product(COLUMNS, SAMPLES)),
+)
 
 
-def _plan(case: Case, backward: bool) -> tuple[str, str]:
+def plan_of(case: Case, backward: bool) -> tuple[str, str]:
     """(rule, plan) that the policy gives with the present pins."""
     told = json.loads(
         torch.ops.gn_override.explain_shape(
@@ -57,28 +69,23 @@ def sweep(case: Case, backward: bool, milliseconds: int) -> dict[str, Any]:
 
     step = gradients if backward else forward
     pin = torch.ops.gn_override.pin_plans
-    pin(0, 0, 0, False)
+    pin(*PINS[0])
     found: dict[str, Any] = {
         "name": case.name,
         "dtype": case.dtype,
         "direction": "bwd" if backward else "fwd",
-        "policy": _plan(case, backward)[1],
-        "copy": round(bench.microseconds(lambda: Y.copy_(inputs.X), milliseconds), 2),
+        "policy": plan_of(case, backward)[1],
+        "copy": round(timing.microseconds(lambda: Y.copy_(inputs.X), milliseconds), 2),
         "plans": {},
     }
-    pins = [(*p, False) for p in itertools.product(COLUMNS, SPLITS, THREADS)]
-    pins += [(0, 0, 0, False), (0, 0, 0, True)]
     try:
-        for columns, splits, threads, two_pass in pins:
-            pin(columns, splits, threads, two_pass)
-            rule, plan = _plan(case, backward)
-            wanted = (
-                "two_pass" if two_pass or found["policy"].startswith("two_pass") else "resident"
-            )
-            if plan not in found["plans"] and rule in ("resident", wanted):
-                found["plans"][plan] = round(bench.microseconds(step, milliseconds), 2)
+        for pins in PINS:
+            pin(*pins)
+            rule, plan = plan_of(case, backward)
+            if plan not in found["plans"] and pins[0] in ("", rule):
+                found["plans"][plan] = round(timing.microseconds(step, milliseconds), 2)
     finally:
-        pin(0, 0, 0, False)
+        pin(*PINS[0])
     return found
 
 

@@ -21,20 +21,10 @@ __device__ __forceinline__ void end_batch() {
   __pipeline_commit();
 }
 
-// Waits until at most `batches` of this thread's latest batches are under way.
-// The instruction takes a constant: the next lower one here is right too.
-__device__ __forceinline__ void wait_for_copies(int batches) {
-  if (batches >= 8) {
-    __pipeline_wait_prior(8);
-  } else if (batches >= 4) {
-    __pipeline_wait_prior(4);
-  } else if (batches >= 2) {
-    __pipeline_wait_prior(2);
-  } else if (batches == 1) {
-    __pipeline_wait_prior(1);
-  } else {
-    __pipeline_wait_prior(0);
-  }
+// Waits until at most kBatches of this thread's latest batches are under way.
+template <int kBatches>
+__device__ __forceinline__ void wait_for_copies() {
+  __pipeline_wait_prior(kBatches);
 }
 
 } // namespace gn_override

@@ -120,23 +120,31 @@ struct DeviationSums {
 };
 
 // The moments of all of read(0), ..., read(parts - 1), of which this thread
-// reads each `step`-th from `first` on; sum(x) makes the array x the sums over
-// the threads that share them, and all of them get the result. No parts have a
-// count of 0.
-template <typename Acc, typename Read, typename Sum>
+// reads each `step`-th from `first` on, the first kHeld at once and once only;
+// sum(x) makes the array x the sums over the threads that share them, and all
+// of them get the result. No parts have a count of 0.
+template <int kHeld, typename Acc, typename Read, typename Sum>
 __device__ __forceinline__ Moments<Acc>
 merge_moments(int first, int step, int parts, Read read, Sum sum) {
-  // Often there is one part to a thread: it is read once.
-  Moments<Acc> own = {0, 0, 0, 0};
-  if (first < parts) {
-    own = read(first);
+  Moments<Acc> held[kHeld] = {};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (first + i * step < parts) {
+      held[i] = read(first + i * step);
+    }
   }
-  Acc totals[2] = {own.count, own.count * own.mean};
-#pragma unroll 1
-  for (int i = first + step; i < parts; i += step) {
-    const Moments<Acc> part = read(i);
+  Acc totals[2] = {0, 0}; // of n_i, n_i m_i
+  const auto add = [&](const Moments<Acc>& part) {
     totals[0] += part.count;
     totals[1] += part.count * part.mean;
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    add(held[i]);
+  }
+#pragma unroll 1
+  for (int i = first + kHeld * step; i < parts; i += step) {
+    add(read(i));
   }
   sum(totals);
   const Acc count = totals[0];
@@ -144,9 +152,12 @@ merge_moments(int first, int step, int parts, Read read, Sum sum) {
   const Acc near_mean = totals[1] * per_count;
 
   DeviationSums<Acc> deviations;
-  deviations.add(own, near_mean);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    deviations.add(held[i], near_mean);
+  }
 #pragma unroll 1
-  for (int i = first + step; i < parts; i += step) {
+  for (int i = first + kHeld * step; i < parts; i += step) {
     deviations.add(read(i), near_mean);
   }
   Acc sums[3] = {
@@ -195,6 +206,9 @@ struct Normalization {
     return narrow_all<T, kVector>(y);
   }
 };
+
+// Items that a lane holds while it folds a segment.
+constexpr int kHeldItems = 2;
 
 // Folds the moments of a block's threads into those of its tile's segments
 // (what the tile and a group have in common): calls emit(group, part, Moments,
@@ -245,7 +259,7 @@ __device__ __forceinline__ void fold_segments(
     const int group = first_group + segment;
     const int begin = max(group * D, tile_first) - tile_first;
     const int end = min((group + 1) * D, tile_end) - tile_first;
-    const Moments<Acc> moment = merge_moments<Acc>(
+    const Moments<Acc> moment = merge_moments<kHeldItems, Acc>(
         lane,
         lanes,
         (end - begin) * rows,

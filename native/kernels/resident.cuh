@@ -1,31 +1,59 @@
-// Group normalisation of [N, HxW, C] tensors that reads X (and dY) once.
+// Group normalisation of [N, HxW, C] tensors that keeps X (and dY) on chip
+// between statistics and normalisation.
 //
-// An item is a tile of whole groups of one sample. A cluster takes one: each of
-// its blocks keeps a split of the item's pixels in shared memory, reduces it,
-// exchanges sums with the other blocks through distributed shared memory, and
-// computes the result from what it kept. A thread's vectors are its own: it
-// copies them in and reads them back, so the slab needs no barrier, and several
-// blocks on a multiprocessor overlap one's loads with another's stores.
+// An item is a tile of whole groups of one sample. Several blocks share one:
+// each takes a split of the item's pixels, reduces it, exchanges results with
+// the others, and computes its part of the output from what it kept. A thread's
+// vectors are its own: it copies them to shared memory and reads them back, so
+// the slab needs no barrier.
+//
+//   cluster    The blocks of an item are a cluster, which keeps all of it.
+//              Several blocks on a multiprocessor overlap one's loads with
+//              another's stores.
+//   whole chip A cooperative launch of a block to each multiprocessor works on
+//              `samples` samples at a time, in waves, and reads what it cannot
+//              keep again.
 #pragma once
 
-#include "native/kernels/async.cuh"
-#include "native/kernels/cluster.cuh"
+#include "native/kernels/exchange.cuh"
 #include "native/kernels/gradients.cuh"
 #include "native/kernels/moments.cuh"
+#include "native/kernels/slab.cuh"
 #include "native/plan/shared_memory.h"
 
 namespace gn_override {
 
 constexpr int kMaxResidentThreads = 512;
 // Such blocks that shall fit a multiprocessor, as far as registers go.
-template <typename T>
-constexpr int kResidentBlocks = sizeof(T) == 8 ? 1 : 2;
-// Pixels that a thread takes out of shared memory at once.
-constexpr int kResidentBatch = 4;
-// The same where a pixel is a vector of X and one of dY. Divides the above.
-constexpr int kResidentPairs = 2;
+template <typename T, bool kWholeChip>
+constexpr int kResidentBlocks = kWholeChip || sizeof(T) == 8 ? 1 : 2;
 
-// Blocks in cluster order: splits, then tiles, then samples.
+// How the whole chip walks the samples; a cluster has one wave.
+struct Waves {
+  int count;
+  int samples; // of a wave
+  FastDivisor places; // of a thread's ring
+};
+
+// A parameter's place in shared memory: neighbouring columns read neighbouring
+// places.
+template <int kVector>
+__device__ __forceinline__ int parameter_place(
+    const Tiling& tiling,
+    int channel) {
+  return channel % kVector * tiling.columns.divisor() + channel / kVector;
+}
+
+template <bool kWholeChip, typename Value>
+using Exchange =
+    std::conditional_t<kWholeChip, ChipExchange<Value>, ClusterExchange<Value>>;
+
+// Parts that a lane holds while it merges those of a group: at most 32 blocks
+// of a cluster, or as many as the chip has, share an item.
+template <bool kWholeChip>
+constexpr int kHeldParts = kWholeChip ? 5 : 1;
+
+// Blocks in cluster order: splits, then tiles, then samples of the first wave.
 __device__ __forceinline__ Position position_in_cluster_order(
     const Shape& shape,
     const Tiling& tiling,
@@ -42,257 +70,235 @@ __device__ __forceinline__ Position position_in_cluster_order(
       item - n * tiling.column_tiles.divisor());
 }
 
-// The groups of an item: its tile's, all of them whole.
-struct ItemGroups {
-  int first;
-  int count;
+// What a block works on in all waves, but for the sample.
+template <int kVector>
+struct Item {
+  int first_channel; // of the tile
+  int channels;
+  int first_group; // all of the tile's groups are whole
+  int groups;
+  int parts_of_block; // that fold_segments() leaves of a group
+  int parts; // of a group: of all blocks
 
-  __device__ ItemGroups(
-      const Shape& shape,
-      const Tiling& tiling,
-      const Position& at,
-      int vector) {
-    const int channels = tiling.columns.divisor() * vector;
-    const int begin = at.tile * channels;
-    first = shape.D.quotient(begin);
-    count = shape.D.quotient(min(begin + channels, shape.C)) - first;
+  __device__
+  Item(const Shape& shape, const Tiling& tiling, const Position& at) {
+    const int width = tiling.columns.divisor() * kVector;
+    first_channel = at.tile * width;
+    channels = min(width, shape.C - first_channel);
+    first_group = shape.D.quotient(first_channel);
+    groups = shape.D.quotient(first_channel + channels) - first_group;
+    parts_of_block = tiling.parts_per_segment();
+    parts = tiling.splits.divisor() * parts_of_block;
   }
 };
 
-// Brings the `count` elements of a parameter from `first` on to shared memory.
-// The loads start at once, so that they are ahead of whatever the caller starts
-// next; store() waits for them.
-template <typename T, typename Store>
-struct ParameterCopy {
-  using Acc = Accumulator<T>;
-  ParameterIn<T> parameter;
-  Acc otherwise;
-  int64_t first;
-  int count;
-  Store store_at; // (i, value)
-  typename ParameterIn<T>::Word own = 0;
-
-  __device__ ParameterCopy(
-      ParameterIn<T> parameter,
-      Acc otherwise,
-      int64_t first,
-      int count,
-      Store store_at)
-      : parameter(parameter),
-        otherwise(otherwise),
-        first(first),
-        count(count),
-        store_at(store_at) {
-    if (threadIdx.x < count) {
-      own = parameter.fetch(first + threadIdx.x);
-    }
-  }
-
-  __device__ void store() const {
-    if (threadIdx.x < count) {
-      store_at(threadIdx.x, parameter.value_of(own, otherwise));
-    }
-    // More elements than threads are rare.
-    for (int i = threadIdx.x + blockDim.x; i < count; i += blockDim.x) {
-      store_at(i, parameter.at(first + i, otherwise));
-    }
-  }
-};
-
-// One operand's share of a thread, in shared memory.
-template <typename T, int kVector>
-struct Slab {
-  Vector<T, kVector>* vectors;
-
-  __device__ Slab(unsigned char* shared)
-      : vectors(reinterpret_cast<Vector<T, kVector>*>(shared) + threadIdx.x) {}
-
-  __device__ Vector<T, kVector>* at(int i) const {
-    return vectors + i * blockDim.x;
-  }
-
-  // Of the first `valid` pixels from `first` on; what follows repeats the last.
-  template <int kPixels>
-  __device__ void
-  read(int first, int valid, Vector<T, kVector> (&pixel)[kPixels]) const {
-#pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      pixel[i] = *at(first + min(i, valid - 1));
-    }
-  }
-};
-
-// Starts the copies of a thread's `count` pixels in batches of kResidentBatch:
-// copy(i) starts those of the i-th.
-template <typename Copy>
-__device__ __forceinline__ void copy_pixels(int count, Copy copy) {
-  for (int first = 0; first < count; first += kResidentBatch) {
-#pragma unroll
-    for (int i = 0; i < kResidentBatch; ++i) {
-      if (first + i < count) {
-        copy(first + i);
-      }
-    }
-    end_batch();
-  }
-}
-
-// Calls f(first, valid) over `count` pixels, kPixels at a time.
-template <int kPixels, typename F>
-__device__ __forceinline__ void for_each_batch(int count, F f) {
-#pragma unroll 1
-  for (int first = 0; first < count; first += kPixels) {
-    f(first, min(kPixels, count - first));
+// Its exchange: slots of the cluster are the item's, slots of the chip those of
+// all items.
+template <bool kWholeChip, typename Value, int kVector>
+__device__ __forceinline__ Exchange<kWholeChip, Value> exchange_of(
+    const Shape& shape,
+    const Tiling& tiling,
+    const ResidentLayout& layout,
+    const Position& at,
+    const Item<kVector>& item,
+    unsigned char* shared,
+    Value* of_chip) {
+  if constexpr (kWholeChip) {
+    return {of_chip + (at.n * shape.G + item.first_group) * item.parts};
+  } else {
+    return {
+        tiling.splits.divisor(),
+        reinterpret_cast<Value*>(shared + layout.slots),
+        reinterpret_cast<uint64_t*>(shared + layout.barrier)};
   }
 }
 
 // -- forward -----------------------------------------------------------------
 
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
+// of_chip[n][g][split]: for the exchange of the whole chip.
+template <typename T, int kVector, bool kWholeChip>
+__global__ void __launch_bounds__(
+    kMaxResidentThreads,
+    (kResidentBlocks<T, kWholeChip>))
     resident_forward_kernel(
         Shape shape,
         Tiling tiling,
         ResidentLayout layout,
+        Waves waves,
         Accumulator<T> eps,
         const T* __restrict__ X,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
+        Moments<Accumulator<T>>* of_chip,
         T* __restrict__ Y,
         ParameterOut<T> mean_out,
         ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
-  const int splits = tiling.splits.divisor();
-  const Position at = position_in_cluster_order(shape, tiling, kVector);
-  const ItemGroups groups(shape, tiling, at, kVector);
-  const int parts_of_block = tiling.parts_per_segment();
-  const int parts = splits * parts_of_block; // of a group
+  Position at = position_in_cluster_order(shape, tiling, kVector);
+  const Item<kVector> item(shape, tiling, at);
 
   extern __shared__ __align__(16) unsigned char shared[];
   const Slab<T, kVector> slab(shared);
   auto* const total = reinterpret_cast<Moments<Acc>*>(shared + layout.total);
   auto* const parameters =
       reinterpret_cast<Pair<Acc>*>(shared + layout.parameters);
-  const Exchange<Moments<Acc>> exchange{
-      splits,
-      reinterpret_cast<Moments<Acc>*>(shared + layout.slots),
-      reinterpret_cast<uint64_t*>(shared + layout.barrier)};
+  auto exchange =
+      exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
 
   allow_next_kernel();
-  exchange.begin(groups.count * parts);
-  const int width = tiling.columns.divisor() * kVector;
-  const int first_channel = at.tile * width;
-  const int channels = min(width, shape.C - first_channel);
-  const ParameterCopy gammas(
-      gamma, Acc(1), first_channel, channels, [&](int c, Acc value) {
-        parameters[c].first = value;
-      });
-  const ParameterCopy betas(
-      beta, Acc(0), first_channel, channels, [&](int c, Acc value) {
-        parameters[c].second = value;
-      });
-  const int count = pixels_of_thread(tiling, at);
+  exchange.begin(item.groups * item.parts);
+  ParameterCopy<T> gammas(gamma, 1, item.channels);
+  ParameterCopy<T> betas(beta, 0, item.channels);
+  gammas.fetch(item.first_channel);
+  betas.fetch(item.first_channel);
+
+  constexpr int kPixels = kRingPixels<Direction::kForward>;
+  Ring<kPixels, kRingAhead, !kWholeChip> ring(
+      waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-  const int64_t offset = at.offset(shape);
-  copy_pixels(
-      count, [&](int i) { copy_async(slab.at(i), X + offset + i * step); });
-  gammas.store();
-  betas.store();
-
-  ChannelMoments<T, kVector> moments;
-  const int last_batch = (count - 1) / kResidentBatch;
-  for_each_batch<kResidentBatch>(count, [&](int first, int valid) {
-    wait_for_copies(last_batch - first / kResidentBatch);
-    Vector<T, kVector> pixel[kResidentBatch];
-    slab.read(first, valid, pixel);
-    moments.add(pixel, valid);
-  });
-  exchange.ready();
-  fold_segments(
-      shape,
-      tiling,
-      at,
-      moments,
-      reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
-      [&](int group, int part, const Moments<Acc>& moment, int lane) {
-        exchange.put(
-            (group - groups.first) * parts + at.split * parts_of_block + part,
-            moment,
-            lane,
-            min(tiling.lanes_per_segment, kWarpSize));
-      });
-  exchange.wait();
-
-  const int lanes = min(parts, kWarpSize);
-  for_each_run(groups.count, lanes, [&](int g, int lane, bool exists) {
-    Moments<Acc> of_group = merge_moments<Acc>(
-        lane,
-        lanes,
-        parts,
-        [&](int i) { return exchange.slots[g * parts + i]; },
-        [&](auto& sums) { sum_lanes(sums, lanes); });
-    of_group.second = reciprocal_sqrt(of_group.second / of_group.count + eps);
-    if (lane == 0 && exists) {
-      total[g] = of_group;
-      if (at.split == 0) {
-        const int64_t index = at.n * shape.G + groups.first + g;
-        mean_out.set(index, of_group.mean);
-        rstd_out.set(index, of_group.second);
-      }
-    }
-  });
-  __syncthreads();
-  if (!at.active) {
-    return;
-  }
-
-  const Normalization<T, kVector> normalized(
-      shape,
-      at.channel,
-      [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
+  int64_t offset = at.offset(shape);
+  const auto copy_from = [&](int64_t from) {
+    return [=, &slab](int batch, int valid, int place) {
+      const T* const pixel = X + from + batch * kPixels * step;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const Pair<Acc> both = parameters[at.column * kVector + j];
-          weight[j] = both.first;
-          bias[j] = both.second;
+      for (int i = 0; i < kPixels; ++i) {
+        if (i < valid) {
+          copy_async(slab.at(place + i), pixel + i * step);
         }
-      },
-      [&](int group) { return total[group - groups.first]; });
-  for_each_batch<kResidentBatch>(count, [&](int first, int valid) {
-    Vector<T, kVector> pixel[kResidentBatch];
-    slab.read(first, valid, pixel);
-#pragma unroll
-    for (int i = 0; i < kResidentBatch; ++i) {
-      if (i < valid) {
-        store(Y + offset + (first + i) * step, normalized(pixel[i]));
       }
-    }
+    };
+  };
+  ring.begin(copy_from(offset));
+  gammas.store([&](int c, Acc value) {
+    parameters[parameter_place<kVector>(tiling, c)].first = value;
   });
+  betas.store([&](int c, Acc value) {
+    parameters[parameter_place<kVector>(tiling, c)].second = value;
+  });
+
+  for (int wave = 0;;) {
+    const bool exists = !kWholeChip || at.n < shape.N;
+    ChannelMoments<T, kVector> moments;
+    if (exists) {
+      ring.read(copy_from(offset), [&](int, int valid, int place) {
+        Vector<T, kVector> pixel[kPixels];
+        slab.read(place, valid, pixel);
+        moments.add(pixel, valid);
+      });
+    }
+    exchange.ready();
+    fold_segments(
+        shape,
+        tiling,
+        at,
+        moments,
+        reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
+        [&](int group, int part, const Moments<Acc>& moment, int lane) {
+          if (exists) {
+            exchange.put(
+                (group - item.first_group) * item.parts +
+                    at.split * item.parts_of_block + part,
+                moment,
+                lane,
+                min(tiling.lanes_per_segment, kWarpSize));
+          }
+        });
+    exchange.wait();
+
+    const int lanes = min(tiling.lanes_per_exchange, kWarpSize);
+    for_each_run(
+        exists ? item.groups : 0, lanes, [&](int g, int lane, bool valid) {
+          Moments<Acc> of_group = merge_moments<kHeldParts<kWholeChip>, Acc>(
+              lane,
+              lanes,
+              item.parts,
+              [&](int i) { return exchange.slots[g * item.parts + i]; },
+              [&](auto& sums) { sum_lanes(sums, lanes); });
+          of_group.second =
+              reciprocal_sqrt(of_group.second / of_group.count + eps);
+          if (lane == 0 && valid) {
+            total[g] = of_group;
+            if (at.split == 0) {
+              const int64_t index = at.n * shape.G + item.first_group + g;
+              mean_out.set(index, of_group.mean);
+              rstd_out.set(index, of_group.second);
+            }
+          }
+        });
+    __syncthreads();
+    ++wave;
+    const int64_t next_offset =
+        offset + waves.samples * shape.HxW * static_cast<int64_t>(shape.C);
+    const bool next_exists =
+        kWholeChip && wave < waves.count && at.n + waves.samples < shape.N;
+
+    if (at.active && exists) {
+      const Normalization<T, kVector> normalized(
+          shape,
+          at.channel,
+          [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) {
+              const Pair<Acc> both =
+                  parameters[j * tiling.columns.divisor() + at.column];
+              weight[j] = both.first;
+              bias[j] = both.second;
+            }
+          },
+          [&](int group) { return total[group - item.first_group]; });
+      ring.write(
+          next_exists,
+          copy_from(offset),
+          copy_from(next_offset),
+          [&](int batch, int valid, int place) {
+            Vector<T, kVector> pixel[kPixels];
+            slab.read(place, valid, pixel);
+            T* const out = Y + offset + batch * kPixels * step;
+#pragma unroll
+            for (int i = 0; i < kPixels; ++i) {
+              if (i < valid) {
+                store(out + i * step, normalized(pixel[i]));
+              }
+            }
+          });
+    }
+    if (!kWholeChip || wave == waves.count) {
+      return;
+    }
+    at.n += waves.samples;
+    offset = next_offset;
+    ring.reversed = !ring.reversed;
+    if constexpr (kWholeChip) {
+      exchange.slots += int64_t{1} * waves.samples * shape.G * item.parts;
+    }
+  }
 }
 
 // -- backward ----------------------------------------------------------------
 
 // dX unless it is null, and sums[n][split][c] = (sum dY xhat, sum dY) for
-// parameter_gradients unless `sums` is null.
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
+// parameter_gradients unless `sums` is null. of_chip[n][g][split]: for the
+// exchange of the whole chip.
+template <typename T, int kVector, bool kWholeChip>
+__global__ void __launch_bounds__(
+    kMaxResidentThreads,
+    (kResidentBlocks<T, kWholeChip>))
     resident_backward_kernel(
         Shape shape,
         Tiling tiling,
         ResidentLayout layout,
+        Waves waves,
         const T* __restrict__ dY,
         const T* __restrict__ X,
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
         ParameterIn<T> gamma,
+        Pair<Accumulator<T>>* of_chip,
         Pair<Accumulator<T>>* __restrict__ sums,
         T* __restrict__ dX) {
   using Acc = Accumulator<T>;
-  const int splits = tiling.splits.divisor();
-  const Position at = position_in_cluster_order(shape, tiling, kVector);
-  const ItemGroups groups(shape, tiling, at, kVector);
-  const int parts_of_block = tiling.parts_per_segment();
-  const int parts = splits * parts_of_block; // of a group
+  Position at = position_in_cluster_order(shape, tiling, kVector);
+  const Item<kVector> item(shape, tiling, at);
 
   extern __shared__ __align__(16) unsigned char shared[];
   const Slab<T, kVector> slab_dY(shared);
@@ -301,143 +307,178 @@ __global__ void __launch_bounds__(kMaxResidentThreads, kResidentBlocks<T>)
   auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
   auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
   auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
-  const Exchange<Pair<Acc>> exchange{
-      splits,
-      reinterpret_cast<Pair<Acc>*>(shared + layout.slots),
-      reinterpret_cast<uint64_t*>(shared + layout.barrier)};
+  auto exchange =
+      exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
 
   allow_next_kernel();
-  exchange.begin(groups.count * parts);
-  const int width = tiling.columns.divisor() * kVector;
-  const int first_channel = at.tile * width;
-  const ParameterCopy gammas(
-      gamma,
-      Acc(1),
-      first_channel,
-      min(width, shape.C - first_channel),
-      [&](int c, Acc value) { weights[c] = value; });
-  const int64_t first_group = at.n * shape.G + groups.first;
-  const ParameterCopy means(
-      mean_in, Acc(0), first_group, groups.count, [&](int g, Acc value) {
-        moments[g].first = value;
-      });
-  const ParameterCopy rstds(
-      rstd_in, Acc(1), first_group, groups.count, [&](int g, Acc value) {
-        moments[g].second = value;
-      });
-  const int count = pixels_of_thread(tiling, at);
+  exchange.begin(item.groups * item.parts);
+  ParameterCopy<T> gammas(gamma, 1, item.channels);
+  ParameterCopy<T> means(mean_in, 0, item.groups);
+  ParameterCopy<T> rstds(rstd_in, 1, item.groups);
+  gammas.fetch(item.first_channel);
+  means.fetch(at.n * shape.G + item.first_group);
+  rstds.fetch(at.n * shape.G + item.first_group);
+
+  constexpr int kPixels = kRingPixels<Direction::kBackward>;
+  Ring<kPixels, kRingAhead, !kWholeChip> ring(
+      waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-  const int64_t offset = at.offset(shape);
-  copy_pixels(count, [&](int i) {
-    copy_async(slab_dY.at(i), dY + offset + i * step);
-    copy_async(slab_X.at(i), X + offset + i * step);
-  });
-  gammas.store();
-  means.store();
-  rstds.store();
-  __syncthreads();
-  const auto moments_of = [&](int group) {
-    return moments[group - groups.first];
+  int64_t offset = at.offset(shape);
+  const auto copy_from = [&](int64_t from) {
+    return [=, &slab_dY, &slab_X](int batch, int valid, int place) {
+      const int64_t pixel = from + batch * kPixels * step;
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        if (i < valid) {
+          copy_async(slab_dY.at(place + i), dY + pixel + i * step);
+          copy_async(slab_X.at(place + i), X + pixel + i * step);
+        }
+      }
+    };
   };
+  ring.begin(copy_from(offset));
+  gammas.store([&](int c, Acc value) {
+    weights[parameter_place<kVector>(tiling, c)] = value;
+  });
 
-  GradientSums<T, kVector> of_thread;
-  if (at.active) {
-    Acc mean[kVector];
-    Acc rstd[kVector];
-    read_moments(shape, at.channel, moments_of, mean, rstd);
-    const int last_batch = (count - 1) / kResidentBatch;
-    for_each_batch<kResidentPairs>(count, [&](int first, int valid) {
-      wait_for_copies(last_batch - first / kResidentBatch);
-      Vector<T, kVector> dy[kResidentPairs];
-      Vector<T, kVector> x[kResidentPairs];
-      slab_dY.read(first, valid, dy);
-      slab_X.read(first, valid, x);
-      of_thread.add(dy, x, mean, valid);
-    });
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      of_thread.ds[j] *= rstd[j];
-    }
-  }
-  fold_rows(
-      tiling,
-      at,
-      of_thread,
-      reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
-      [&](int c, Pair<Acc> sum) {
-        const int channel = first_channel + c;
-        if (channel < shape.C) {
-          channels[c] = {weights[c] * sum.first, weights[c] * sum.second};
-          if (sums != nullptr) {
-            sums[(at.n * splits + at.split) * shape.C + channel] = sum;
-          }
-        }
+  for (int wave = 0;;) {
+    const bool exists = !kWholeChip || at.n < shape.N;
+    means.store([&](int g, Acc value) { moments[g].first = value; });
+    rstds.store([&](int g, Acc value) { moments[g].second = value; });
+    __syncthreads();
+    const auto moments_of = [&](int group) {
+      return moments[group - item.first_group];
+    };
+
+    GradientSums<T, kVector> of_thread;
+    if (at.active && exists) {
+      Acc mean[kVector];
+      Acc rstd[kVector];
+      read_moments(shape, at.channel, moments_of, mean, rstd);
+      ring.read(copy_from(offset), [&](int, int valid, int place) {
+        Vector<T, kVector> dy[kPixels];
+        Vector<T, kVector> x[kPixels];
+        slab_dY.read(place, valid, dy);
+        slab_X.read(place, valid, x);
+        of_thread.add(dy, x, mean, valid);
       });
-  exchange.ready();
-  __syncthreads();
-
-  const int D = shape.D.divisor();
-  const int of_group = tiling.lanes_per_segment;
-  for_each_run(groups.count, of_group, [&](int g, int lane, bool exists) {
-    Acc sum[2] = {0, 0};
-    for (int i = lane; i < D; i += of_group) {
-      const Pair<Acc> channel = channels[g * D + i];
-      sum[0] += channel.first;
-      sum[1] += channel.second;
-    }
-    sum_lanes(sum, of_group);
-    if (exists) {
-      exchange.put(
-          g * parts + at.split * parts_of_block + lane / kWarpSize,
-          {sum[0], sum[1]},
-          lane % kWarpSize,
-          min(of_group, kWarpSize));
-    }
-  });
-  exchange.wait();
-
-  const Acc items = static_cast<Acc>(shape.HxW) * D;
-  const int lanes = min(parts, kWarpSize);
-  for_each_run(groups.count, lanes, [&](int g, int lane, bool exists) {
-    Acc sum[2] = {0, 0}; // of gamma dY xhat, gamma dY
-    for (int i = lane; i < parts; i += lanes) {
-      const Pair<Acc> part = exchange.slots[g * parts + i];
-      sum[0] += part.first;
-      sum[1] += part.second;
-    }
-    sum_lanes(sum, lanes);
-    if (lane == 0 && exists) {
-      total[g] = {sum[1] / items, sum[0] / items};
-    }
-  });
-  __syncthreads();
-  if (!at.active || dX == nullptr) {
-    return;
-  }
-
-  const InputGradient<T, kVector> gradient(
-      shape,
-      at.channel,
-      [&](Acc(&weight)[kVector]) {
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          weight[j] = weights[at.column * kVector + j];
-        }
-      },
-      moments_of,
-      [&](int group) { return total[group - groups.first]; });
-  for_each_batch<kResidentPairs>(count, [&](int first, int valid) {
-    Vector<T, kVector> dy[kResidentPairs];
-    Vector<T, kVector> x[kResidentPairs];
-    slab_dY.read(first, valid, dy);
-    slab_X.read(first, valid, x);
-#pragma unroll
-    for (int i = 0; i < kResidentPairs; ++i) {
-      if (i < valid) {
-        store(dX + offset + (first + i) * step, gradient(dy[i], x[i]));
+      for (int j = 0; j < kVector; ++j) {
+        of_thread.ds[j] *= rstd[j];
       }
     }
-  });
+    fold_rows(
+        tiling,
+        at,
+        of_thread,
+        reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
+        [&](int c, Pair<Acc> sum) {
+          if (c < item.channels && exists) {
+            const Acc weight = weights[parameter_place<kVector>(tiling, c)];
+            channels[c] = {weight * sum.first, weight * sum.second};
+            if (sums != nullptr) {
+              const int64_t row = at.n * tiling.splits.divisor() + at.split;
+              sums[row * shape.C + item.first_channel + c] = sum;
+            }
+          }
+        });
+    exchange.ready();
+    __syncthreads();
+
+    const int D = shape.D.divisor();
+    const int of_group = tiling.lanes_per_segment;
+    for_each_run(
+        exists ? item.groups : 0, of_group, [&](int g, int lane, bool valid) {
+          Acc sum[2] = {0, 0};
+          for (int i = lane; i < D; i += of_group) {
+            const Pair<Acc> channel = channels[g * D + i];
+            sum[0] += channel.first;
+            sum[1] += channel.second;
+          }
+          sum_lanes(sum, of_group);
+          if (valid) {
+            exchange.put(
+                g * item.parts + at.split * item.parts_of_block +
+                    lane / kWarpSize,
+                {sum[0], sum[1]},
+                lane % kWarpSize,
+                min(of_group, kWarpSize));
+          }
+        });
+    exchange.wait();
+
+    const Acc items = static_cast<Acc>(shape.HxW) * D;
+    const int lanes = min(tiling.lanes_per_exchange, kWarpSize);
+    for_each_run(
+        exists ? item.groups : 0, lanes, [&](int g, int lane, bool valid) {
+          Acc sum[2] = {0, 0}; // of gamma dY xhat, gamma dY
+#pragma unroll(kHeldParts<kWholeChip>)
+          for (int i = lane; i < item.parts; i += lanes) {
+            const Pair<Acc> part = exchange.slots[g * item.parts + i];
+            sum[0] += part.first;
+            sum[1] += part.second;
+          }
+          sum_lanes(sum, lanes);
+          if (lane == 0 && valid) {
+            total[g] = {sum[1] / items, sum[0] / items};
+          }
+        });
+    __syncthreads();
+    ++wave;
+    const int64_t next_offset =
+        offset + waves.samples * shape.HxW * static_cast<int64_t>(shape.C);
+    const bool next_exists =
+        kWholeChip && wave < waves.count && at.n + waves.samples < shape.N;
+    if (next_exists) {
+      const int64_t index = (at.n + waves.samples) * shape.G + item.first_group;
+      means.fetch(index);
+      rstds.fetch(index);
+    }
+
+    if (at.active && exists) {
+      const InputGradient<T, kVector> gradient(
+          shape,
+          at.channel,
+          [&](Acc(&weight)[kVector]) {
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) {
+              weight[j] = weights[j * tiling.columns.divisor() + at.column];
+            }
+          },
+          moments_of,
+          [&](int group) { return total[group - item.first_group]; });
+      ring.write(
+          next_exists,
+          copy_from(offset),
+          copy_from(next_offset),
+          [&](int batch, int valid, int place) {
+            if (dX == nullptr) {
+              return;
+            }
+            Vector<T, kVector> dy[kPixels];
+            Vector<T, kVector> x[kPixels];
+            slab_dY.read(place, valid, dy);
+            slab_X.read(place, valid, x);
+            T* const out = dX + offset + batch * kPixels * step;
+#pragma unroll
+            for (int i = 0; i < kPixels; ++i) {
+              if (i < valid) {
+                store(out + i * step, gradient(dy[i], x[i]));
+              }
+            }
+          });
+    }
+    if (!kWholeChip || wave == waves.count) {
+      return;
+    }
+    at.n += waves.samples;
+    offset = next_offset;
+    ring.reversed = !ring.reversed;
+    if constexpr (kWholeChip) {
+      exchange.slots += int64_t{1} * waves.samples * shape.G * item.parts;
+      __syncthreads(); // the moments of this wave have been read
+    }
+  }
 }
 
 } // namespace gn_override

@@ -42,6 +42,8 @@ struct Tiling {
   // that fold a channel, at most a warp.
   int lanes_per_segment;
   int lanes_per_channel;
+  // Lanes that merge what all blocks found of a group, at most a warp.
+  int lanes_per_exchange;
 
   // A segment's folded parts: one of each of its warps.
   __device__ int parts_per_segment() const {

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
 
   allow_next_kernel();
   wait_for_previous_kernel();
-  Moments<Acc> of_group = merge_moments<Acc>(
+  Moments<Acc> of_group = merge_moments<1, Acc>(
       Threads::rank(),
       Threads::size(),
       tiles * tiling.splits.divisor(),

@@ -88,6 +88,7 @@ cudaError_t launch_forward(
     using T = decltype(element);
     switch (plan.scheme) {
       case Scheme::kResident:
+      case Scheme::kCooperative:
         return resident_forward<T>(problem, plan, arguments, stream);
       case Scheme::kTwoPass:
         return two_pass_forward<T>(problem, plan, arguments, stream);
@@ -109,6 +110,7 @@ cudaError_t launch_backward(
     using T = decltype(element);
     switch (plan.scheme) {
       case Scheme::kResident:
+      case Scheme::kCooperative:
         return resident_backward<T>(problem, plan, arguments, stream);
       case Scheme::kTwoPass:
         return two_pass_backward<T>(problem, plan, arguments, stream);

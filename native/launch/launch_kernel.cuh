@@ -20,6 +20,7 @@ struct LaunchShape {
   unsigned threads;
   int64_t shared_bytes = 0; // dynamic
   unsigned cluster = 1; // blocks of a cluster; more than one needs sm_90
+  bool cooperative = false; // all blocks run at once
   // The kernel calls wait_for_previous_kernel() (see reduce.cuh) before it
   // touches global memory, so it may start while the kernel before it ends.
   bool overlaps_previous = false;
@@ -80,7 +81,7 @@ cudaError_t launch_kernel(
   if (const cudaError_t error = allow_large_blocks<kKernel>(shape)) {
     return error;
   }
-  std::array<cudaLaunchAttribute, 2> attributes;
+  std::array<cudaLaunchAttribute, 3> attributes;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.blocks);
   config.blockDim = dim3(shape.threads);
@@ -93,6 +94,11 @@ cudaError_t launch_kernel(
     attribute.val.clusterDim.x = shape.cluster;
     attribute.val.clusterDim.y = 1;
     attribute.val.clusterDim.z = 1;
+  }
+  if (shape.cooperative) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
   }
   if (shape.overlaps_previous) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
@@ -111,9 +117,11 @@ inline Shape shape_of(const Problem& problem) {
       FastDivisor(static_cast<int>(problem.D()))};
 }
 
-// At most `lanes_per_segment` threads shall fold a segment (see fold_segments).
-inline Tiling
-tiling_of(const Problem& problem, const Plan& plan, int lanes_per_segment) {
+// At most `most_lanes` threads shall fold a segment (see fold_segments).
+inline Tiling tiling_of(
+    const Problem& problem,
+    const Plan& plan,
+    int most_lanes = kWarpSize) {
   // Neighbouring lanes, a power of two, for each of `items` at once.
   const auto lanes_of = [&](int64_t items, int most) {
     const auto lanes = std::clamp<int64_t>(plan.threads / items, 1, most);
@@ -124,18 +132,25 @@ tiling_of(const Problem& problem, const Plan& plan, int lanes_per_segment) {
   const int64_t segments = channels % problem.D() == 0
       ? channels / problem.D()
       : std::min<int64_t>(problem.G, (channels - 1) / problem.D() + 2);
-  return {
+  Tiling tiling = {
       plan.pixels_per_split,
       FastDivisor(plan.splits),
       FastDivisor(plan.columns),
       FastDivisor(plan.rows),
       FastDivisor(plan.column_tiles),
-      lanes_of(segments, lanes_per_segment),
-      lanes_of(channels, kWarpSize)};
+      lanes_of(segments, most_lanes),
+      lanes_of(channels, kWarpSize),
+      kWarpSize};
+  const int parts =
+      plan.splits * std::max(1, tiling.lanes_per_segment / kWarpSize);
+  tiling.lanes_per_exchange = static_cast<int>(
+      std::bit_ceil(static_cast<unsigned>(std::min(parts, kWarpSize))));
+  return tiling;
 }
 
-inline unsigned blocks_of(const Problem& problem, const Plan& plan) {
-  return static_cast<unsigned>(problem.N * plan.splits * plan.column_tiles);
+// Of `samples` samples.
+inline unsigned blocks_of(const Plan& plan, int64_t samples) {
+  return static_cast<unsigned>(samples * plan.splits * plan.column_tiles);
 }
 
 // Calls f with the plan's vector width as a compile-time constant: vectors of

@@ -12,33 +12,45 @@ namespace gn_override {
 // cp.async copies no less.
 constexpr int kNarrowestCopy = 4;
 
-// What the blocks of a cluster found of a group is read by a warp.
-inline Tiling resident_tiling(const Problem& problem, const Plan& plan) {
-  return tiling_of(
-      problem, plan, kWarpSize * std::max(1, kWarpSize / plan.splits));
-}
+// What a kernel of the scheme takes besides tensors.
+struct ResidentLaunch {
+  LaunchShape shape;
+  Tiling tiling;
+  ResidentLayout layout;
+  Waves waves;
+};
 
-inline LaunchShape resident_shape(const Problem& problem, const Plan& plan) {
+inline ResidentLaunch resident_launch(
+    const Problem& problem,
+    const Plan& plan) {
+  const bool whole_chip = plan.scheme == Scheme::kCooperative;
+  const int64_t samples = whole_chip ? plan.samples_per_wave : problem.N;
+  // A warp reads what the blocks of a cluster found of a group; those of the
+  // chip leave a part each.
+  const int64_t of_batch = ring_pixels(problem.direction);
+  const int most_lanes =
+      whole_chip ? kWarpSize : kWarpSize * std::max(1, kWarpSize / plan.splits);
   return {
-      .blocks = blocks_of(problem, plan),
-      .threads = static_cast<unsigned>(plan.threads),
-      .shared_bytes = plan.shared_bytes,
-      .cluster = static_cast<unsigned>(plan.splits)};
+      {.blocks = blocks_of(plan, samples),
+       .threads = static_cast<unsigned>(plan.threads),
+       .shared_bytes = plan.shared_bytes,
+       .cluster = whole_chip ? 1 : static_cast<unsigned>(plan.splits),
+       .cooperative = whole_chip},
+      tiling_of(problem, plan, most_lanes),
+      resident_layout(problem, plan, plan.pixels_kept),
+      {static_cast<int>((problem.N + samples - 1) / samples),
+       static_cast<int>(samples),
+       FastDivisor(
+           static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch))}};
 }
 
-template <typename T>
-ResidentLayout resident_layout(const Problem& problem, const Plan& plan) {
-  return ResidentLayout(
-      problem.direction,
-      problem.D(),
-      plan.splits,
-      plan.pixels_per_split,
-      plan.threads,
-      plan.columns,
-      plan.rows,
-      plan.vector,
-      sizeof(T),
-      sizeof(Accumulator<T>));
+// Calls f(vector width, whether the whole chip shares items).
+template <typename T, typename F>
+cudaError_t with_resident_kernel(const Plan& plan, F f) {
+  return with_vector<T, kNarrowestCopy>(plan, [&](auto vector) {
+    return plan.scheme == Scheme::kCooperative ? f(vector, std::true_type())
+                                               : f(vector, std::false_type());
+  });
 }
 
 template <typename T>
@@ -47,18 +59,22 @@ cudaError_t resident_forward(
     const Plan& plan,
     const ForwardArguments& arguments,
     cudaStream_t stream) {
+  using Acc = Accumulator<T>;
   const bool is_float = problem.param_dtype == DType::kFloat;
-  return with_vector<T, kNarrowestCopy>(plan, [&](auto vector) {
-    return launch_kernel<resident_forward_kernel<T, vector>>(
-        resident_shape(problem, plan),
+  const ResidentLaunch launch = resident_launch(problem, plan);
+  return with_resident_kernel<T>(plan, [&](auto vector, auto whole_chip) {
+    return launch_kernel<resident_forward_kernel<T, vector, whole_chip>>(
+        launch.shape,
         stream,
         shape_of(problem),
-        resident_tiling(problem, plan),
-        resident_layout<T>(problem, plan),
-        static_cast<Accumulator<T>>(arguments.eps),
+        launch.tiling,
+        launch.layout,
+        launch.waves,
+        static_cast<Acc>(arguments.eps),
         static_cast<const T*>(arguments.X),
         ParameterIn<T>{arguments.gamma, is_float},
         ParameterIn<T>{arguments.beta, is_float},
+        static_cast<Moments<Acc>*>(arguments.workspace),
         static_cast<T*>(arguments.Y),
         ParameterOut<T>{arguments.mean, is_float},
         ParameterOut<T>{arguments.rstd, is_float});
@@ -71,32 +87,37 @@ cudaError_t resident_backward(
     const Plan& plan,
     const BackwardArguments& arguments,
     cudaStream_t stream) {
+  using Acc = Accumulator<T>;
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wants_parameters = problem.want_dgamma || problem.want_dbeta;
-  auto* const sums = wants_parameters
-      ? static_cast<Pair<Accumulator<T>>*>(arguments.workspace)
-      : nullptr;
+  const ResidentLaunch launch = resident_launch(problem, plan);
+  const int64_t rows = problem.N * plan.splits;
+  auto* const of_chip = static_cast<Pair<Acc>*>(arguments.workspace);
+  auto* const sums = !wants_parameters      ? nullptr
+      : plan.scheme == Scheme::kCooperative ? of_chip + rows * problem.G
+                                            : of_chip;
   const cudaError_t error =
-      with_vector<T, kNarrowestCopy>(plan, [&](auto vector) {
-        return launch_kernel<resident_backward_kernel<T, vector>>(
-            resident_shape(problem, plan),
+      with_resident_kernel<T>(plan, [&](auto vector, auto whole_chip) {
+        return launch_kernel<resident_backward_kernel<T, vector, whole_chip>>(
+            launch.shape,
             stream,
             shape_of(problem),
-            resident_tiling(problem, plan),
-            resident_layout<T>(problem, plan),
+            launch.tiling,
+            launch.layout,
+            launch.waves,
             static_cast<const T*>(arguments.dY),
             static_cast<const T*>(arguments.X),
             ParameterIn<T>{arguments.mean, is_float},
             ParameterIn<T>{arguments.rstd, is_float},
             ParameterIn<T>{arguments.gamma, is_float},
+            of_chip,
             sums,
             static_cast<T*>(arguments.dX));
       });
   if (error != cudaSuccess) {
     return error;
   }
-  return launch_parameter_gradients<T>(
-      problem, problem.N * plan.splits, sums, arguments, stream);
+  return launch_parameter_gradients<T>(problem, rows, sums, arguments, stream);
 }
 
 } // namespace gn_override

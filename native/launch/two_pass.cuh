@@ -31,8 +31,8 @@ cudaError_t two_pass_forward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const Shape shape = shape_of(problem);
-  const Tiling tiling = tiling_of(problem, plan, kWarpSize);
-  const unsigned blocks = blocks_of(problem, plan);
+  const Tiling tiling = tiling_of(problem, plan);
+  const unsigned blocks = blocks_of(plan, problem.N);
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
   const int64_t slots = problem.G + plan.column_tiles - 1;
@@ -99,8 +99,8 @@ cudaError_t two_pass_backward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const Shape shape = shape_of(problem);
-  const Tiling tiling = tiling_of(problem, plan, kWarpSize);
-  const unsigned blocks = blocks_of(problem, plan);
+  const Tiling tiling = tiling_of(problem, plan);
+  const unsigned blocks = blocks_of(plan, problem.N);
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
   const ParameterIn<T> mean{arguments.mean, is_float};

@@ -8,13 +8,19 @@ namespace gn_override {
 
 namespace {
 
-bool matches(const Rule& rule, const Problem& problem, const Device& device) {
+// The rule's plan, by its name; none where it declines.
+std::optional<Plan>
+plan_of(const Rule& rule, const Problem& problem, const Device& device) {
   for (const Condition& condition : rule.conditions) {
     if (!condition.holds(problem, device)) {
-      return false;
+      return std::nullopt;
     }
   }
-  return true;
+  std::optional<Plan> plan = rule.plan(problem, device);
+  if (plan) {
+    plan->rule = rule.name;
+  }
+  return plan;
 }
 
 const char* name(DType dtype) {
@@ -60,10 +66,8 @@ std::span<const Rule> policy(DeviceType device) {
 
 Plan make_plan(const Problem& problem, const Device& device) {
   for (const Rule& rule : policy(problem.device)) {
-    if (matches(rule, problem, device)) {
-      Plan plan = rule.plan(problem, device);
-      plan.rule = rule.name;
-      return plan;
+    if (const std::optional<Plan> plan = plan_of(rule, problem, device)) {
+      return *plan;
     }
   }
   return Plan{};
@@ -94,7 +98,8 @@ std::string to_string(const Plan& plan) {
   const auto field = [&](const char* label, int64_t value) {
     out += std::string(" ") + label + "=" + std::to_string(value);
   };
-  if (plan.scheme == Scheme::kResident || plan.scheme == Scheme::kTwoPass) {
+  if (plan.scheme == Scheme::kResident || plan.scheme == Scheme::kCooperative ||
+      plan.scheme == Scheme::kTwoPass) {
     field("vector", plan.vector);
     field("columns", plan.columns);
     field("rows", plan.rows);
@@ -103,6 +108,10 @@ std::string to_string(const Plan& plan) {
     field("pixels_per_split", plan.pixels_per_split);
     field("threads", plan.threads);
     field("shared_bytes", plan.shared_bytes);
+  }
+  if (plan.scheme == Scheme::kCooperative) {
+    field("samples_per_wave", plan.samples_per_wave);
+    field("pixels_kept", plan.pixels_kept);
   }
   if (plan.scheme == Scheme::kChannelsLastCPU) {
     field("splits", plan.splits);
@@ -120,14 +129,12 @@ std::string to_string(const Plan& plan) {
 std::string explain(const Problem& problem, const Device& device) {
   std::string declined;
   for (const Rule& rule : policy(problem.device)) {
-    if (matches(rule, problem, device)) {
-      Plan plan = rule.plan(problem, device);
-      plan.rule = rule.name;
+    if (const std::optional<Plan> plan = plan_of(rule, problem, device)) {
       return "{\"problem\": " + quoted(to_string(problem)) +
           ", \"rule\": " + quoted(rule.name) +
           ", \"reason\": " + quoted(rule.reason) +
-          ", \"plan\": " + quoted(to_string(plan)) +
-          ", \"workspace_bytes\": " + std::to_string(plan.workspace_bytes) +
+          ", \"plan\": " + quoted(to_string(*plan)) +
+          ", \"workspace_bytes\": " + std::to_string(plan->workspace_bytes) +
           ", \"minimum_bytes\": " + std::to_string(minimum_bytes(problem)) +
           ", \"declined\": [" + declined + "]}";
     }
@@ -136,6 +143,9 @@ std::string explain(const Problem& problem, const Device& device) {
       if (!condition.holds(problem, device)) {
         failed += (failed.empty() ? "" : ", ") + quoted(condition.text);
       }
+    }
+    if (failed.empty()) {
+      failed = quoted("a shape that it is estimated to be fastest for");
     }
     declined += std::string(declined.empty() ? "" : ", ") +
         "{\"rule\": " + quoted(rule.name) + ", \"failed\": [" + failed + "]}";

@@ -1,26 +1,20 @@
 // The planner's answer: which kernels run a Problem, and in which geometry.
 //
 //   Problem + Device -> policy table (policy_cuda.cpp, policy_cpu.cpp)
-//                    -> first rule whose conditions all hold -> Plan
+//                    -> first rule that holds and has a plan -> Plan
 //
 // The last rule of each table has no conditions and hands the call to aten.
 // Pure host C++: no torch, no CUDA, no global state.
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 
 #include "native/plan/problem.h"
 
 namespace gn_override {
-
-enum class Scheme : uint8_t {
-  kAten, // not ours: call the stock kernel
-  kResident, // CUDA: X stays in shared memory between the passes
-  kTwoPass, // CUDA: statistics, then normalisation; X is read twice
-  kChannelsLastCPU, // CPU: see native/cpu
-};
 
 struct Plan {
   Scheme scheme = Scheme::kAten;
@@ -37,6 +31,10 @@ struct Plan {
   int64_t pixels_per_split = 0;
   int threads = 0; // of a block: rows * columns in whole warps
   int64_t shared_bytes = 0; // dynamic, of a block
+  // The cooperative scheme: a thread keeps the first `pixels_kept` of its
+  // pixels in shared memory, of `samples_per_wave` samples at a time.
+  int64_t samples_per_wave = 0;
+  int64_t pixels_kept = 0;
 
   // CPU, which cuts samples into `splits` runs of `pixels_per_split` too.
   int fold = 1; // pixels that are read as one row
@@ -58,7 +56,9 @@ struct Condition {
 struct Rule {
   const char* name;
   std::span<const Condition> conditions;
-  Plan (*plan)(const Problem&, const Device&);
+  // Of a Problem that meets the conditions; none where another rule's is
+  // estimated to be faster.
+  std::optional<Plan> (*plan)(const Problem&, const Device&);
   const char* reason; // why shapes that match go here, with the measurement
 };
 

@@ -69,7 +69,9 @@ int64_t fold_of(const Problem& problem) {
   return std::clamp<int64_t>(problem.HxW / kLeastWholeRows, 1, whole);
 }
 
-Plan plan_channels_last(const Problem& problem, const Device& device) {
+std::optional<Plan> plan_channels_last(
+    const Problem& problem,
+    const Device& device) {
   Plan plan;
   plan.scheme = Scheme::kChannelsLastCPU;
   const int64_t fold = fold_of(problem);
@@ -102,7 +104,7 @@ Plan plan_channels_last(const Problem& problem, const Device& device) {
   return plan;
 }
 
-Plan plan_aten(const Problem&, const Device&) {
+std::optional<Plan> plan_aten(const Problem&, const Device&) {
   return Plan{};
 }
 

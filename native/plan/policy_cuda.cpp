@@ -60,13 +60,18 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 // -- resident ----------------------------------------------------------------
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
-// the resident scheme's candidates; they decide nothing else. Fitted to sweeps
+// the resident schemes' candidates; they decide nothing else. Fitted to sweeps
 // on an H200 (tools/tune.py, benchmarks/results/tune-h200.json).
 constexpr double kBytesPerNs = 32; // of a multiprocessor's share of a copy
 // What a wave of blocks loses between its loads and its stores, by the blocks
 // that share a multiprocessor.
 constexpr std::array kPhaseChange{3000.0, 1500.0, 1000.0};
 constexpr double kClusterBarrier = 500; // a doubling of the cluster
+// A cooperative launch, and each wave of it: a barrier of the whole chip.
+constexpr double kCooperativeLaunch = 1500;
+constexpr double kChipBarrier = 3500;
+// What of the L2 cache still holds the first pass's pixels in the second.
+constexpr double kReusedShare = 0.5;
 // Slices of one burst of 64 bytes, and more so those that do not cut memory at
 // bursts, cost more than their bytes.
 constexpr int64_t kBurst = 64;
@@ -81,6 +86,90 @@ constexpr double kTwoPassSpeed = 0.8;
 
 constexpr int kMostThreads = 512;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// A plan with its estimated time.
+struct Candidate {
+  Plan plan;
+  double nanoseconds = kNever;
+};
+
+// Slices of `columns` vectors, split over `splits` blocks of about `threads`
+// threads: the part of the geometry that the resident schemes share.
+Plan slices(
+    const Problem& problem,
+    Scheme scheme,
+    int columns,
+    int splits,
+    int threads) {
+  Plan plan;
+  plan.scheme = scheme;
+  plan.vector = vector_width(problem);
+  plan.columns = columns;
+  plan.column_tiles = static_cast<int>(
+      ceil_div(problem.C, static_cast<int64_t>(columns) * plan.vector));
+  plan.pixels_per_split = ceil_div(problem.HxW, splits);
+  plan.splits = static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
+  plan.rows = static_cast<int>(
+      std::clamp<int64_t>(threads / columns, 1, plan.pixels_per_split));
+  plan.threads = static_cast<int>(
+      ceil_div(static_cast<int64_t>(plan.rows) * columns, kWarp) * kWarp);
+  return plan;
+}
+
+int64_t operands(const Problem& problem) {
+  return problem.direction == Direction::kForward ? 1 : 2;
+}
+
+bool wants_parameters(const Problem& problem) {
+  return problem.direction == Direction::kBackward &&
+      (problem.want_dgamma || problem.want_dbeta);
+}
+
+// How much longer a slice takes than its bytes.
+double unevenness(const Problem& problem, const Plan& plan) {
+  const int64_t bytes =
+      int64_t{1} * plan.columns * plan.vector * size_of(problem.dtype);
+  return bytes == kBurst    ? kOneBurst
+      : bytes % kBurst == 0 ? 1
+      : bytes >= 2 * kBurst ? kUnevenSlice
+                            : kUnevenNarrowSlice;
+}
+
+double slice_bytes(const Problem& problem, const Plan& plan, int64_t pixels) {
+  return static_cast<double>(pixels) * plan.columns * plan.vector *
+      static_cast<double>(size_of(problem.dtype)) * unevenness(problem, plan);
+}
+
+// Slices of whole groups and whole vectors, as vectors: of one to eight bursts,
+// or what comes next.
+template <typename F>
+void for_each_slice(const Problem& problem, const Device& device, F f) {
+  const int vector = vector_width(problem);
+  const int64_t unit = std::lcm<int64_t>(problem.D(), vector);
+  int64_t last = 0;
+  for (const int64_t bursts : {1, 2, 4, 8}) {
+    const int64_t wanted = bursts * kBurst / size_of(problem.dtype);
+    const int64_t columns =
+        std::min(ceil_div(wanted, unit) * unit, problem.C) / vector;
+    if (columns != last && columns <= kMostThreads &&
+        (device.pins.columns == 0 || device.pins.columns == columns)) {
+      f(static_cast<int>(columns));
+    }
+    last = columns;
+  }
+}
+
+// Blocks that fit a multiprocessor.
+int64_t
+residents(const Problem& problem, const Device& device, const Plan& plan) {
+  // By registers: see kResidentBlocks in resident.cuh.
+  const int resident_threads =
+      problem.dtype == DType::kDouble ? kMostThreads : 2 * kMostThreads;
+  const int64_t by_memory = (device.shared_memory_per_block + kReservedShared) /
+      (plan.shared_bytes + kReservedShared);
+  return std::min<int64_t>(by_memory, resident_threads / plan.threads);
+}
 
 // Clusters that run at once with a block to a multiprocessor.
 int64_t running_clusters(const Device& device, int cluster) {
@@ -89,90 +178,37 @@ int64_t running_clusters(const Device& device, int cluster) {
   return power < device.clusters.size() ? device.clusters[power] : 0;
 }
 
-// Blocks that fit a multiprocessor.
-int64_t residents(
-    const Problem& problem,
-    const Device& device,
-    int threads,
-    int64_t shared_bytes) {
-  // By registers: see kResidentBlocks in resident.cuh.
-  const int resident_threads =
-      problem.dtype == DType::kDouble ? kMostThreads : 2 * kMostThreads;
-  const int64_t by_memory = (device.shared_memory_per_block + kReservedShared) /
-      (shared_bytes + kReservedShared);
-  return std::min<int64_t>(by_memory, resident_threads / threads);
-}
-
-// The resident plan for slices of `columns` vectors and clusters of `cluster`
-// blocks of about `threads` threads, with its estimated time.
-struct Candidate {
-  Plan plan;
-  double nanoseconds = std::numeric_limits<double>::infinity();
-};
-
 Candidate resident_candidate(
     const Problem& problem,
     const Device& device,
-    int vector,
     int columns,
     int cluster,
     int threads) {
   Candidate result;
   Plan& plan = result.plan;
-  plan.scheme = Scheme::kResident;
-  plan.vector = vector;
-  plan.columns = columns;
-  plan.column_tiles = static_cast<int>(
-      ceil_div(problem.C, static_cast<int64_t>(columns) * vector));
-  plan.rows = static_cast<int>(std::clamp<int64_t>(
-      threads / columns, 1, ceil_div(problem.HxW, cluster)));
-  plan.threads = static_cast<int>(
-      ceil_div(static_cast<int64_t>(plan.rows) * columns, kWarp) * kWarp);
-  plan.splits = cluster;
-  plan.pixels_per_split = ceil_div(problem.HxW, cluster);
-  if (plan.threads > kMostThreads ||
-      (cluster - 1) * plan.pixels_per_split >= problem.HxW) {
+  plan = slices(problem, Scheme::kResident, columns, cluster, threads);
+  if (plan.threads > kMostThreads || plan.splits != cluster) {
     return result;
   }
-  const int operands = problem.direction == Direction::kForward ? 1 : 2;
-  const int64_t element = size_of(problem.dtype);
-  plan.shared_bytes = ResidentLayout(
-                          problem.direction,
-                          problem.D(),
-                          plan.splits,
-                          plan.pixels_per_split,
-                          plan.threads,
-                          columns,
-                          plan.rows,
-                          vector,
-                          static_cast<int>(element),
-                          static_cast<int>(accumulator_bytes(problem)))
-                          .bytes;
-  const int64_t resident =
-      residents(problem, device, plan.threads, plan.shared_bytes);
+  plan.pixels_kept = pixels_of_thread(plan);
+  plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
+  const int64_t resident = residents(problem, device, plan);
   if (plan.shared_bytes > device.shared_memory_per_block || resident < 1) {
     return result;
   }
-  if (problem.direction == Direction::kBackward &&
-      (problem.want_dgamma || problem.want_dbeta)) {
+  if (wants_parameters(problem)) {
     plan.workspace_bytes = static_cast<size_t>(
         2 * accumulator_bytes(problem) * problem.N * cluster * problem.C);
   }
-
-  const int64_t slice_bytes = int64_t{1} * columns * vector * element;
-  const double uneven = slice_bytes == kBurst ? kOneBurst
-      : slice_bytes % kBurst == 0             ? 1
-      : slice_bytes >= 2 * kBurst             ? kUnevenSlice
-                                              : kUnevenNarrowSlice;
-  const double block_ns = (operands + 1) * slice_bytes * plan.pixels_per_split /
-      kBytesPerNs * uneven;
-  const int64_t multiprocessors = running_clusters(device, cluster) * cluster;
   if (cluster > 1 && exceeds_workspace_share(problem, plan.workspace_bytes)) {
     return result;
   }
 
+  const int64_t multiprocessors = running_clusters(device, cluster) * cluster;
   const int64_t blocks = problem.N * plan.column_tiles * cluster;
   const int64_t waves = ceil_div(blocks, resident * multiprocessors);
+  const double block_ns = (operands(problem) + 1) *
+      slice_bytes(problem, plan, plan.pixels_per_split) / kBytesPerNs;
   double barrier = 0;
   for (int size = 1; size < cluster; size *= 2) {
     barrier += kClusterBarrier;
@@ -185,8 +221,126 @@ Candidate resident_candidate(
   return result;
 }
 
-bool allows(int pin, int64_t value) {
-  return pin == 0 || pin == value;
+// cp.async copies no less.
+constexpr int64_t kNarrowestCopy = 4;
+
+bool can_keep(const Problem& problem) {
+  return vector_width(problem) * size_of(problem.dtype) >= kNarrowestCopy;
+}
+
+Candidate best_resident(const Problem& problem, const Device& device) {
+  Candidate best;
+  if (!can_keep(problem)) {
+    return best;
+  }
+  for_each_slice(problem, device, [&](int columns) {
+    for (int cluster = 1; running_clusters(device, cluster) > 0; cluster *= 2) {
+      for (const int threads : {kThreads, kMostThreads}) {
+        if ((device.pins.splits > 0 && device.pins.splits != cluster) ||
+            (device.pins.threads > 0 && device.pins.threads != threads)) {
+          continue;
+        }
+        const Candidate candidate =
+            resident_candidate(problem, device, columns, cluster, threads);
+        if (candidate.nanoseconds < best.nanoseconds) {
+          best = candidate;
+        }
+      }
+    }
+  });
+  return best;
+}
+
+// The whole chip takes `samples` samples at a time.
+Candidate cooperative_candidate(
+    const Problem& problem,
+    const Device& device,
+    int columns,
+    int64_t samples) {
+  Candidate result;
+  Plan& plan = result.plan;
+  const int64_t tiles = ceil_div(
+      problem.C, static_cast<int64_t>(columns) * vector_width(problem));
+  const int64_t splits = device.sm_count / (samples * tiles);
+  if (splits < 1) {
+    return result;
+  }
+  plan = slices(
+      problem,
+      Scheme::kCooperative,
+      columns,
+      static_cast<int>(std::min(splits, problem.HxW)),
+      kMostThreads);
+  plan.samples_per_wave = samples;
+  const int64_t rest = resident_layout(problem, plan, 0).bytes;
+  const int64_t of_pixel =
+      operands(problem) * plan.threads * plan.vector * size_of(problem.dtype);
+  if (plan.threads > kMostThreads || rest > device.shared_memory_per_block ||
+      pixels_of_thread(plan) > std::numeric_limits<int>::max() / 2) {
+    return result;
+  }
+  // Whole batches, and as many as the copies are ahead: see Ring in slab.cuh.
+  const int64_t batch = ring_pixels(problem.direction);
+  const int64_t room = (device.shared_memory_per_block - rest) / of_pixel;
+  plan.pixels_kept = std::min(
+      std::max(ceil_div(pixels_of_thread(plan), batch), int64_t{kRingAhead}),
+      room / batch);
+  plan.pixels_kept *= batch;
+  if (plan.pixels_kept < kRingAhead * batch) {
+    return result;
+  }
+  plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
+  // What the blocks found of each group: Moments, or two sums. And sums of each
+  // channel.
+  const bool forward = problem.direction == Direction::kForward;
+  const int64_t results = problem.G * (forward ? 4 : 2) +
+      (wants_parameters(problem) ? 2 * problem.C : 0);
+  plan.workspace_bytes = static_cast<size_t>(
+      accumulator_bytes(problem) * problem.N * plan.splits * results);
+  if (exceeds_workspace_share(problem, plan.workspace_bytes)) {
+    return result;
+  }
+
+  const int64_t waves = ceil_div(problem.N, samples);
+  const double all =
+      operands(problem) * slice_bytes(problem, plan, plan.pixels_per_split);
+  const double again = all *
+      static_cast<double>(std::max<int64_t>(
+          0, pixels_of_thread(plan) - plan.pixels_kept)) /
+      static_cast<double>(pixels_of_thread(plan));
+  const double reused =
+      std::min(again, kReusedShare * device.l2_bytes / device.sm_count);
+  result.nanoseconds = kCooperativeLaunch +
+      waves *
+          (kChipBarrier +
+           (all + again - reused +
+            slice_bytes(problem, plan, plan.pixels_per_split)) /
+               kBytesPerNs);
+  return result;
+}
+
+Candidate best_cooperative(const Problem& problem, const Device& device) {
+  Candidate best;
+  if (!can_keep(problem)) {
+    return best;
+  }
+  for_each_slice(problem, device, [&](int columns) {
+    for (int64_t samples = std::min<int64_t>(problem.N, device.sm_count);
+         samples > 0;
+         --samples) {
+      const int64_t waves = ceil_div(problem.N, samples);
+      if (ceil_div(problem.N, waves) != samples || // as many waves of fewer
+          (device.pins.splits > 0 && device.pins.splits != samples)) {
+        continue;
+      }
+      const Candidate candidate =
+          cooperative_candidate(problem, device, columns, samples);
+      if (candidate.nanoseconds < best.nanoseconds) {
+        best = candidate;
+      }
+    }
+  });
+  return best;
 }
 
 double two_pass_nanoseconds(const Problem& problem, const Device& device) {
@@ -198,56 +352,32 @@ double two_pass_nanoseconds(const Problem& problem, const Device& device) {
       (kTwoPassSpeed * kBytesPerNs * device.sm_count);
 }
 
-// The fastest resident plan by the estimate; Scheme::kAten where none fits or
-// two passes are faster.
-Plan plan_resident(const Problem& problem, const Device& device) {
-  const int vector = vector_width(problem);
-  const int64_t element = size_of(problem.dtype);
-  if (device.pins.two_pass || vector * element < 4) { // cp.async copies no less
-    return Plan{};
+// The fastest plan by the estimates, if it is of the scheme.
+template <Scheme kScheme>
+std::optional<Plan> plan_fastest(const Problem& problem, const Device& device) {
+  const Scheme pinned = device.pins.scheme;
+  const auto estimate = [&](Scheme scheme, auto best) {
+    const bool allowed = pinned == Scheme::kAten || pinned == scheme;
+    return allowed ? best(problem, device) : Candidate{};
+  };
+  const Candidate resident = estimate(Scheme::kResident, best_resident);
+  const Candidate cooperative =
+      estimate(Scheme::kCooperative, best_cooperative);
+  const Candidate& best =
+      resident.nanoseconds <= cooperative.nanoseconds ? resident : cooperative;
+  const double two_pass =
+      pinned == Scheme::kAten ? two_pass_nanoseconds(problem, device) : kNever;
+  if (best.nanoseconds < two_pass && best.plan.scheme == kScheme) {
+    return best.plan;
   }
-  // Slices of whole groups and whole vectors; of one to eight bursts, or what
-  // comes next.
-  const int64_t unit = std::lcm<int64_t>(problem.D(), vector);
-  Candidate best;
-  int64_t last_columns = 0;
-  for (const int64_t bursts : {1, 2, 4, 8}) {
-    const int64_t wanted = bursts * kBurst / element;
-    const int64_t channels = std::min(ceil_div(wanted, unit) * unit, problem.C);
-    const int64_t columns = channels / vector;
-    if (columns == last_columns || columns > kMostThreads ||
-        !allows(device.pins.columns, columns)) {
-      continue;
-    }
-    last_columns = columns;
-    for (int cluster = 1; running_clusters(device, cluster) > 0; cluster *= 2) {
-      for (const int threads : {kThreads, kMostThreads}) {
-        if (!allows(device.pins.splits, cluster) ||
-            !allows(device.pins.threads, threads)) {
-          continue;
-        }
-        const Candidate candidate = resident_candidate(
-            problem,
-            device,
-            vector,
-            static_cast<int>(columns),
-            cluster,
-            threads);
-        if (candidate.nanoseconds < best.nanoseconds) {
-          best = candidate;
-        }
-      }
-    }
-  }
-  const double others = device.pins != Pins{}
-      ? std::numeric_limits<double>::infinity()
-      : two_pass_nanoseconds(problem, device);
-  return best.nanoseconds < others ? best.plan : Plan{};
+  return std::nullopt;
 }
 
 // -- two passes --------------------------------------------------------------
 
-Plan plan_two_pass(const Problem& problem, const Device& device) {
+std::optional<Plan> plan_two_pass(
+    const Problem& problem,
+    const Device& device) {
   Plan plan;
   plan.scheme = Scheme::kTwoPass;
   plan.vector = vector_width(problem);
@@ -298,7 +428,7 @@ Plan plan_two_pass(const Problem& problem, const Device& device) {
   return plan;
 }
 
-Plan plan_aten(const Problem&, const Device&) {
+std::optional<Plan> plan_aten(const Problem&, const Device&) {
   return Plan{};
 }
 
@@ -322,12 +452,10 @@ constexpr Condition kFitsGrid{
 constexpr Condition kCudaDevice{
     "a CUDA device",
     [](const Problem&, const Device& device) { return device.sm_count > 0; }};
-constexpr Condition kPaysToStay{
-    "a slice of whole groups of a sample that fits the shared memory of a "
-    "cluster, in a geometry that beats two passes",
-    [](const Problem& problem, const Device& device) {
-      return problem.channels_last && problem.N > 0 && device.sm_count > 0 &&
-          plan_resident(problem, device).scheme == Scheme::kResident;
+constexpr Condition kCanKeep{
+    "pixels that can be copied to shared memory, 4 bytes at least at a time",
+    [](const Problem& problem, const Device&) {
+      return problem.N > 0 && can_keep(problem);
     }};
 
 constexpr std::array kResidentConditions{
@@ -335,7 +463,7 @@ constexpr std::array kResidentConditions{
     kNotEmpty,
     kFitsGrid,
     kCudaDevice,
-    kPaysToStay,
+    kCanKeep,
 };
 constexpr std::array kTwoPassConditions{
     kChannelsLast,
@@ -348,15 +476,21 @@ const std::array kRules{
     Rule{
         "resident",
         kResidentConditions,
-        plan_resident,
-        "a sample's slice stays in shared memory between statistics and "
-        "normalisation, so X is read once"},
+        plan_fastest<Scheme::kResident>,
+        "a cluster keeps a sample's slice in shared memory between statistics "
+        "and normalisation, so X is read once"},
+    Rule{
+        "cooperative",
+        kResidentConditions,
+        plan_fastest<Scheme::kCooperative>,
+        "slices too large for a cluster: the whole chip keeps as much of a few "
+        "samples as fits, and reads the rest twice"},
     Rule{
         "two_pass",
         kTwoPassConditions,
         plan_two_pass,
-        "samples that clusters cannot hold, or not as fast: pixels are split "
-        "over the whole chip, X is read twice"},
+        "what neither keeps as fast: pixels are split over the whole chip, X "
+        "is read twice"},
     Rule{
         "aten",
         {},

@@ -63,12 +63,21 @@ struct Problem {
   }
 };
 
-// What a tuning run pins of the CUDA plans; 0 leaves it to the policy.
+enum class Scheme : uint8_t {
+  kAten, // not ours: call the stock kernel
+  kResident, // CUDA: clusters keep X in shared memory between the passes
+  kCooperative, // CUDA: so does the whole chip, a few samples at a time
+  kTwoPass, // CUDA: statistics, then normalisation; X is read twice
+  kChannelsLastCPU, // CPU: see native/cpu
+};
+
+// What a tuning run pins of the CUDA plans; 0, or kAten, leaves it to the
+// policy.
 struct Pins {
+  Scheme scheme = Scheme::kAten;
   int columns = 0;
-  int splits = 0;
+  int splits = 0; // cooperative: samples of a wave
   int threads = 0;
-  bool two_pass = false; // not the resident scheme
 
   bool operator==(const Pins&) const = default;
 };

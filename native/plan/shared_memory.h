@@ -2,9 +2,10 @@
 // kernels lay it out.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
-#include "native/plan/problem.h"
+#include "native/plan/plan.h"
 
 #ifdef __CUDACC__
 #define GN_OVERRIDE_HOST_DEVICE __host__ __device__
@@ -34,12 +35,25 @@ fold_size(Direction direction, int64_t D, int vector, int columns, int rows) {
       : int64_t{2} * vector * columns * ((rows + 1) / 2);
 }
 
-// The resident scheme's parts, as offsets in bytes.
+// The resident schemes' ring (see slab.cuh): pixels of a batch, which a thread
+// has in registers at once (backward they are of X and dY), and how many
+// batches the copies are ahead.
+template <Direction kDirection>
+constexpr int kRingPixels = kDirection == Direction::kForward ? 4 : 2;
+constexpr int kRingAhead = 4;
+
+constexpr int64_t ring_pixels(Direction direction) {
+  return direction == Direction::kForward ? kRingPixels<Direction::kForward>
+                                          : kRingPixels<Direction::kBackward>;
+}
+
+// The resident schemes' parts, as offsets in bytes.
 struct ResidentLayout {
-  // One operand's slab is ceil(pixels_per_split / rows) x threads vectors, what
-  // each thread loaded: X's, or dY's and then X's.
+  // One operand's slab is `pixels` x threads vectors, what each thread keeps:
+  // X's, or dY's and then X's.
   int64_t slab_bytes;
-  int64_t slots; // what every block found of each group: Moments, or two sums
+  // What every block of a cluster found of each group: Moments, or two sums.
+  int64_t slots;
   int64_t total; // of each group: Moments, or two coefficients
   int64_t moments; // backward: mean and rstd of each group
   int64_t parameters; // of each channel of the tile: gamma and beta, or gamma
@@ -47,37 +61,45 @@ struct ResidentLayout {
   int64_t barrier; // of the exchange between blocks, 8 bytes
   int64_t fold; // fold_size() accumulators
   int64_t bytes;
-
-  GN_OVERRIDE_HOST_DEVICE constexpr ResidentLayout(
-      Direction direction,
-      int64_t D,
-      int splits,
-      int64_t pixels_per_split,
-      int threads,
-      int columns,
-      int rows,
-      int vector,
-      int element_bytes,
-      int accumulator_bytes) {
-    const bool forward = direction == Direction::kForward;
-    const int64_t groups = columns * vector / D;
-    const int64_t warps = threads / 32;
-    // A block's results: in parts of a warp where several fold a group.
-    const int64_t parts = groups > warps ? groups : warps;
-    const int64_t wide = int64_t{forward ? 4 : 2} * accumulator_bytes;
-    const int64_t pair = int64_t{2} * accumulator_bytes;
-    slab_bytes =
-        (pixels_per_split + rows - 1) / rows * threads * vector * element_bytes;
-    slots = forward ? slab_bytes : 2 * slab_bytes;
-    total = slots + wide * splits * parts;
-    moments = total + wide * groups;
-    parameters = moments + (forward ? 0 : pair * groups);
-    channels = parameters + pair * columns * vector;
-    barrier = channels + (forward ? 0 : pair * columns * vector);
-    fold = barrier + 16; // keeps pairs of doubles aligned
-    bytes = fold +
-        accumulator_bytes * fold_size(direction, D, vector, columns, rows);
-  }
 };
+
+// `pixels` are those that a thread keeps.
+constexpr ResidentLayout
+resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
+  const bool forward = problem.direction == Direction::kForward;
+  const int64_t element = size_of(problem.dtype);
+  const int64_t accumulator = problem.dtype == DType::kDouble ? 8 : 4;
+  const int64_t channels = int64_t{1} * plan.columns * plan.vector;
+  const int64_t groups = channels / problem.D();
+  // A block's results: in parts of a warp where several fold a group.
+  const int64_t parts = std::max<int64_t>(groups, plan.threads / 32);
+  const int64_t blocks = plan.scheme == Scheme::kResident ? plan.splits : 0;
+  const int64_t wide = (forward ? 4 : 2) * accumulator;
+  const int64_t pair = 2 * accumulator;
+
+  ResidentLayout layout = {};
+  layout.slab_bytes = pixels * plan.threads * plan.vector * element;
+  layout.slots = forward ? layout.slab_bytes : 2 * layout.slab_bytes;
+  layout.total = layout.slots + wide * blocks * parts;
+  layout.moments = layout.total + wide * groups;
+  layout.parameters = layout.moments + (forward ? 0 : pair * groups);
+  layout.channels = layout.parameters + pair * channels;
+  layout.barrier = layout.channels + (forward ? 0 : pair * channels);
+  layout.fold = layout.barrier + 16; // keeps pairs of doubles aligned
+  layout.bytes = layout.fold +
+      accumulator *
+          fold_size(
+              problem.direction,
+              problem.D(),
+              plan.vector,
+              plan.columns,
+              plan.rows);
+  return layout;
+}
+
+// Pixels that a thread walks, at most.
+constexpr int64_t pixels_of_thread(const Plan& plan) {
+  return (plan.pixels_per_split + plan.rows - 1) / plan.rows;
+}
 
 } // namespace gn_override

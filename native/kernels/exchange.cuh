@@ -1,26 +1,31 @@
-// Thread block clusters (sm_90 on). Earlier architectures run the same code
-// with clusters of one block.
+// How the blocks that share an item tell each other their results. An exchange
+// has `slots` for the values of all of them; on all threads of a block, in this
+// order:
+//   begin(values that the block will get)
+//   ready()
+//   put(slot, value, lane, lanes), by runs of `lanes` threads
+//   wait(), after which the slots can be read
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <cstdint>
+#include <cstring>
 
 namespace gn_override {
 
-// How the blocks of a cluster tell each other their results: every block stores
-// each of its values in every block's shared memory, and waits until all that
-// it is owed has arrived. Nobody reads another's memory, so a block may exit
-// as soon as it has what it needs.
-//
-//   begin() ... all threads ... ready() ... put() by some ... wait()
+// Between the blocks of a cluster (sm_90 on; a cluster of one block anywhere):
+// every block stores each of its values in every block's shared memory, and
+// waits until all that it is owed has arrived. Nobody reads another's memory,
+// so a block may exit as soon as it has what it needs.
 template <typename Value>
-struct Exchange {
+struct ClusterExchange {
   static_assert(sizeof(Value) % 8 == 0);
 
   int blocks; // of the cluster
   Value* slots; // in the same place of each block
   uint64_t* barrier; // counts the bytes that arrive; likewise
 
-  // The block is owed `values` values.
   __device__ void begin(int values) const {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
@@ -41,7 +46,6 @@ struct Exchange {
 #endif
   }
 
-  // Returns when every block of the cluster has begun. All threads call.
   __device__ void ready() const {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
@@ -50,7 +54,6 @@ struct Exchange {
 #endif
   }
 
-  // Gives every block the value, on `lanes` threads that share the work.
   __device__ void put(int slot, const Value& value, int lane, int lanes) const {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
@@ -77,7 +80,6 @@ struct Exchange {
     }
   }
 
-  // Returns when the block has all values. All threads call.
   __device__ void wait() const {
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
@@ -113,6 +115,25 @@ struct Exchange {
         : "r"(local(shared)), "r"(block));
 #endif
     return address;
+  }
+};
+
+// Between all blocks of a cooperative launch, through global memory.
+template <typename Value>
+struct ChipExchange {
+  Value* slots;
+
+  __device__ void begin(int) const {}
+  __device__ void ready() const {}
+
+  __device__ void put(int slot, const Value& value, int lane, int) const {
+    if (lane == 0) {
+      slots[slot] = value;
+    }
+  }
+
+  __device__ void wait() const {
+    cooperative_groups::this_grid().sync();
   }
 };
 

@@ -1,0 +1,165 @@
+// What a block of the resident scheme keeps in shared memory, and how it gets
+// there.
+#pragma once
+
+#include "native/kernels/async.cuh"
+#include "native/kernels/fast_divisor.cuh"
+#include "native/kernels/tile.cuh"
+#include "native/kernels/vector.cuh"
+
+namespace gn_override {
+
+// Brings `count` elements of a parameter to shared memory. fetch() starts the
+// loads, so that they are ahead of whatever the caller starts next; store()
+// waits for them and calls store_at(i, value).
+template <typename T>
+struct ParameterCopy {
+  using Acc = Accumulator<T>;
+  ParameterIn<T> parameter;
+  Acc otherwise;
+  int count;
+  int64_t first = 0;
+  typename ParameterIn<T>::Word own = 0;
+
+  __device__ ParameterCopy(ParameterIn<T> parameter, Acc otherwise, int count)
+      : parameter(parameter), otherwise(otherwise), count(count) {}
+
+  __device__ void fetch(int64_t from) {
+    first = from;
+    if (threadIdx.x < count) {
+      own = parameter.fetch(first + threadIdx.x);
+    }
+  }
+
+  template <typename Store>
+  __device__ void store(Store store_at) const {
+    if (threadIdx.x < count) {
+      store_at(threadIdx.x, parameter.value_of(own, otherwise));
+    }
+    // More elements than threads are rare.
+    for (int i = threadIdx.x + blockDim.x; i < count; i += blockDim.x) {
+      store_at(i, parameter.at(first + i, otherwise));
+    }
+  }
+};
+
+// One operand's share of a thread, in shared memory.
+template <typename T, int kVector>
+struct Slab {
+  Vector<T, kVector>* vectors;
+
+  __device__ Slab(unsigned char* shared)
+      : vectors(reinterpret_cast<Vector<T, kVector>*>(shared) + threadIdx.x) {}
+
+  __device__ Vector<T, kVector>* at(int i) const {
+    return vectors + i * blockDim.x;
+  }
+
+  // The `valid` pixels from `first` on; what follows repeats the last.
+  template <int kPixels>
+  __device__ void
+  read(int first, int valid, Vector<T, kVector> (&pixel)[kPixels]) const {
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      pixel[i] = *at(first + min(i, valid - 1));
+    }
+  }
+};
+
+// A thread's pixels pass through its part of the slab in batches of kPixels,
+// each of which has a place there; a place is used again once its batch has
+// been. read() takes them in order; then write() takes them from the last to
+// the first, so that those that stayed in place come first, and then those that
+// were read last and may still be in the L2 cache.
+//
+// Copies are kAhead batches ahead of their use. Each step ends one batch of
+// copies, of nothing if there is nothing left to copy, so what a step waits for
+// is always the kAhead-th last.
+//
+// With kKeepsAll each batch has a place of its own, and there is one wave.
+//
+// Callers give
+//   copy(batch, valid, place)   starts the copies of `valid` pixels to a place
+//   use(batch, valid, place)    uses them
+template <int kPixels, int kAhead, bool kKeepsAll>
+struct Ring {
+  FastDivisor places; // at least kAhead, or enough for all batches
+  int count; // pixels of the thread
+  int batches;
+  // Waves take the places in turns from either end: the next wave's first
+  // batches move in while the last batches of this one are still in place.
+  bool reversed = false;
+
+  __device__ Ring(FastDivisor places, int count)
+      : places(places),
+        count(count),
+        batches((count + kPixels - 1) / kPixels) {}
+
+  __device__ int valid(int batch) const {
+    return min(kPixels, count - batch * kPixels);
+  }
+
+  // As the index of its first pixel.
+  __device__ int place(int batch, bool from_end) const {
+    if constexpr (kKeepsAll) {
+      return kPixels * batch;
+    }
+    const int i = batch - places.quotient(batch) * places.divisor();
+    return kPixels * (from_end ? places.divisor() - 1 - i : i);
+  }
+
+  // Starts the first copies of the first wave.
+  template <typename Copy>
+  __device__ void begin(Copy copy) const {
+#pragma unroll
+    for (int batch = 0; batch < kAhead; ++batch) {
+      if (batch < batches) {
+        copy(batch, valid(batch), place(batch, reversed));
+      }
+      end_batch();
+    }
+  }
+
+  template <typename Copy, typename Use>
+  __device__ void read(Copy copy, Use use) const {
+#pragma unroll 1
+    for (int batch = 0; batch < batches; ++batch) {
+      wait_for_copies<kAhead - 1>();
+      use(batch, valid(batch), place(batch, reversed));
+      const int ahead = batch + kAhead;
+      if (ahead < batches) {
+        copy(ahead, valid(ahead), place(ahead, reversed));
+      }
+      end_batch();
+    }
+  }
+
+  // copy_next() copies for the next wave, if there is one.
+  template <typename Copy, typename CopyNext, typename Use>
+  __device__ void write(bool has_next, Copy copy, CopyNext copy_next, Use use)
+      const {
+    const int overwritten = batches - places.divisor();
+#pragma unroll 1
+    for (int batch = has_next ? max(batches, kAhead) - 1 : batches - 1;
+         batch >= 0;
+         --batch) {
+      wait_for_copies<kAhead - 1>();
+      if (batch < batches) {
+        use(batch, valid(batch), place(batch, reversed));
+      }
+      if constexpr (kKeepsAll) {
+        continue;
+      }
+      const int again = batch - kAhead;
+      const int next = kAhead - 1 - batch;
+      if (again >= 0 && again < overwritten) {
+        copy(again, valid(again), place(again, reversed));
+      } else if (has_next && next >= 0 && next < batches) {
+        copy_next(next, valid(next), place(next, !reversed));
+      }
+      end_batch();
+    }
+  }
+};
+
+} // namespace gn_override

@@ -1,0 +1,493 @@
+"""The benchmark tools, as far as they go without a GPU: what they draw, count, print and plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from shapes import Case
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import bench
+import bench_host
+import kernel_table
+import peers
+import progress
+import results
+import sweep
+import timing
+
+MEASURED = results.RESULTS / "kernels-h200.json"
+HEAD = {
+    "gpu": "GPU-X",
+    "driver": "1",
+    "cuda": "13.0",
+    "torch": "2.13.0",
+    "commit": "abc",
+    "date": "2026-01-01",
+    "command": "python tools/bench.py",
+}
+SMALL = Case("small", (2, 8, 3, 5), 4, "float32")
+
+
+def a_row(**fields):
+    """1 Mi elements of bfloat16: 4.19 MB for a copy and a forward, 10.49 MB with the backward."""
+    return {
+        "name": "one",
+        "shape": [4, 64, 64, 64],
+        "groups": 32,
+        "dtype": "bfloat16",
+        "MB": 2.1,
+        "copy": 4.0,
+        "fwd": {"gn_override": 5.0, "stock_channels_last": 20.0, "stock_nchw": 15.0},
+        "fwd_bwd": {"gn_override": 20.0, "stock_channels_last": 50.0, "stock_nchw": 60.0},
+    } | fields
+
+
+@pytest.fixture
+def fake_timing(monkeypatch):
+    """Runs each step once, where a GPU would time it."""
+
+    def microseconds(step, milliseconds):
+        step()
+        return 7.0
+
+    monkeypatch.setattr(timing, "microseconds", microseconds)
+
+
+# Rates, text, picture.
+
+
+def test_bytes_are_the_least_that_move():
+    row = a_row()
+    X = 4 * 64 * 64 * 64 * 2
+    moved = [kernel_table.least_bytes(row, what) for what in ("copy", "fwd", "fwd_bwd")]
+    assert moved == [2 * X, 2 * X, 5 * X]
+    assert kernel_table.least_bytes(a_row(dtype="float32"), "fwd") == 4 * X
+
+
+def test_rates_and_shares_of_the_copy():
+    rate = kernel_table.rates(a_row())
+    assert rate["GB/s"]["copy"] == round(2 * 2097152 / 4.0 / 1e3, 1)
+    assert rate["GB/s"]["fwd_bwd"]["gn_override"] == round(5 * 2097152 / 20.0 / 1e3, 1)
+    # The share is the copy's time over ours, with 2.5 copies for the backward too.
+    assert rate["share"]["fwd"]["gn_override"] == 4.0 / 5.0
+    assert rate["share"]["fwd_bwd"]["gn_override"] == 2.5 * 4.0 / 20.0
+
+
+def test_speed_up_is_over_stocks_better_layout():
+    assert kernel_table.over_stock(a_row(), "fwd") == 3.0
+    assert kernel_table.over_stock(a_row(), "fwd_bwd") == 2.5
+    assert kernel_table.over_stock(a_row(fwd={"gn_override": 1.0}), "fwd") is None
+
+
+def test_table_shows_failed_and_wrong_ones():
+    row = a_row(
+        fwd={"gn_override": 5.0, "gnnhwc": 4.0},
+        fwd_bwd={"gn_override": 20.0},
+        failed={"gnnhwc": {"fwd_bwd": "RuntimeError: no"}, "apex_v2": {"fwd": "AssertionError: "}},
+        differs={"gnnhwc": {"fwd": "Y: relative l2 error 1"}},
+        wrong="Y: error",
+    )
+    assert kernel_table.providers_of([row]) == ["gn_override", "gnnhwc", "apex_v2"]
+    forward, both = kernel_table.table([row]).split("\n\n")[:2]
+    line = forward.splitlines()[-1]
+    assert line.split() == (
+        "one bfloat16 2.1 4.0 1049 5.0 839 80% 4.0 100%! - WRONG: Y: error".split()
+    )
+    assert "gnnhwc" in forward and "apex_v2" in forward
+    assert both.splitlines()[-1].split()[8:10] == ["-", "-"]
+    assert kernel_table.losses([row]) == [
+        "one bfloat16 forward: ours 5.0 us, gnnhwc 4.0 us (wrong)"
+    ]
+
+
+def test_losses_name_any_provider():
+    row = a_row(fwd={"gn_override": 5.0, "stock_nchw": 4.5, "compile": 4.0, "apex_v2": 6.0})
+    assert kernel_table.losses([a_row(), row]) == [
+        "one bfloat16 forward: ours 5.0 us, stock_nchw 4.5 us",
+        "one bfloat16 forward: ours 5.0 us, compile 4.0 us",
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_picture(suffix, tmp_path):
+    pytest.importorskip("matplotlib")
+    peer = a_row(name="two", fwd={"gn_override": 5.0, "compile": 4.0})
+    paths = [tmp_path / f"{name}.{suffix}" for name in "ab"]
+    for path in paths:
+        kernel_table.picture(HEAD | {"rows": [a_row(), peer]}, path)
+    first, second = (path.read_bytes() for path in paths)
+    assert first == second and len(first) > 5000
+    assert first.startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
+
+
+# tools/bench.py.
+
+
+def test_reprints_a_results_file(capsys):
+    assert bench.main(["--from", str(MEASURED)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for row in json.loads(MEASURED.read_text())["rows"]:
+        assert sum(line.startswith(f"{row['name']} ") for line in lines) >= 2
+
+
+def test_draws_a_results_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "kernels.svg"
+    assert bench.main(["--from", str(MEASURED), "--plot", str(picture)]) == 0
+    assert picture.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--only", "nonsense"], "no such case: nonsense"),
+        (["--providers", "gn_override,cudnn"], "--providers"),
+        (["--providers", "stock_nchw"], "--providers: gn_override"),
+        (["--from", "x.json", "--output", "y"], "not allowed with"),
+        (["--from", "x.json", "--plot", "y.jpg"], ".svg or .png"),
+    ],
+)
+def test_wrong_arguments_are_named(argv, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse(argv)
+    assert message in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse(["--from", "x.json", "--plot", "y.svg"])
+    assert "gn_override[plot]" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_measuring_without_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse([])
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_arguments_choose_cases_and_providers():
+    arguments = bench.parse(["--from", "x", "--only", "vae,rn2", "--dtype", "float32"])
+    assert [case.id for case in arguments.cases] == ["vae-float32", "rn2-float32"]
+    assert arguments.providers == list(bench.NAMES)
+
+
+def test_a_row_times_everyone(fake_timing):
+    row = bench.measure(SMALL, bench.OURS | bench.STOCK, 1, device="cpu")
+    assert row["checked"] and "failed" not in row and "differs" not in row
+    for what in ("fwd", "fwd_bwd"):
+        assert row[what] == dict.fromkeys(["gn_override", *kernel_table.STOCK], 7.0)
+    assert kernel_table.rates(row)["share"]["fwd"]["gn_override"] == 1.0
+
+
+def test_peers_that_fail_or_err_do_not_stop_a_row(fake_timing):
+    def raises(X, G, gamma, beta):
+        raise RuntimeError("shape unsupported\nby /somewhere/kernel.cu")
+
+    def forward_only(X, G, gamma, beta):
+        return F.group_norm(X.detach(), G, gamma.detach(), beta.detach())
+
+    def wrong(X, G, gamma, beta):
+        return F.group_norm(X, G, gamma, beta) * 1.01
+
+    functions = {"raises": raises, "forward_only": forward_only, "wrong": wrong}
+    providers = bench.OURS | {name: bench.Provider(norm) for name, norm in functions.items()}
+    row = bench.measure(SMALL, providers, 1, device="cpu")
+    assert row["fwd"] == dict.fromkeys(["gn_override", "forward_only", "wrong"], 7.0)
+    assert row["fwd_bwd"] == dict.fromkeys(["gn_override", "wrong"], 7.0)
+    assert row["failed"]["raises"]["fwd"] == "RuntimeError: shape unsupported"
+    assert list(row["failed"]["forward_only"]) == ["fwd_bwd"]
+    assert row["differs"]["wrong"]["fwd"].startswith("Y: relative l2 error 1.00e-02")
+    assert list(row["differs"]) == ["wrong"]
+
+
+def test_our_own_error_is_an_error(fake_timing):
+    def raises(X, G, gamma, beta):
+        raise RuntimeError("ours")
+
+    ours = {"gn_override": bench.Provider(raises, on=True)}
+    with pytest.raises(RuntimeError, match="ours"):
+        bench.measure(SMALL, ours, 1, device="cpu")
+
+
+@pytest.mark.parametrize("most_exact", [1 << 29, 0], ids=["fp64", "rough"])
+def test_a_wrong_result_of_ours_is_said(most_exact, monkeypatch, fake_timing):
+    monkeypatch.setattr(bench, "MOST_EXACT", most_exact)
+    assert bench.measure(SMALL, bench.OURS, 1, device="cpu")["checked"]
+    native = bench.reference.native
+
+    def off_by_a_percent(inputs, mask=bench.reference.ALL):
+        found = native(inputs, mask)
+        if bench.gn_override.is_enabled():
+            found.dX = found.dX * 1.01
+        return found
+
+    monkeypatch.setattr(bench.reference, "native", off_by_a_percent)
+    row = bench.measure(SMALL, bench.OURS, 1, device="cpu")
+    assert row["wrong"].startswith("dX: ") and "checked" not in row
+
+
+def test_difference_finds_nan_and_shape():
+    stock = bench.reference.Results(torch.ones(3, 4), None, None)
+    assert timing.difference("fwd", (torch.ones(3, 4) + 1e-6,), stock) == ""
+    assert "nan" in timing.difference("fwd", (torch.full((3, 4), math.nan),), stock)
+    assert timing.difference("fwd", (torch.ones(3),), stock).startswith("Y: shape (3,)")
+
+
+# Peers.
+
+
+@pytest.fixture
+def no_peers(monkeypatch):
+    """None of the packages can be found, whatever is installed here."""
+    for top in {module.partition(".")[0] for p in peers.PEERS.values() for module in p.modules}:
+        for name in [n for n in sys.modules if n == top or n.startswith(f"{top}.")]:
+            monkeypatch.delitem(sys.modules, name)
+    real = peers.importlib.import_module
+
+    def import_module(name):
+        if name in sys.modules:
+            return sys.modules[name]
+        top = name.partition(".")[0]
+        raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+
+    monkeypatch.setattr(peers.importlib, "import_module", import_module)
+    return real
+
+
+def test_no_peer_is_no_error(no_peers):
+    assert peers.find() == ({}, {})
+    here, unusable = bench.providers_here(["stock_nchw", "gnnhwc", "gn_override"])
+    assert list(here) == ["gn_override", "stock_nchw"] and unusable == {}
+
+
+def test_peers_are_called_their_way(no_peers, monkeypatch):
+    called = []
+
+    def group_norm(*arguments):
+        called.append(arguments)
+
+    apex = ModuleType("apex")
+    apex.cuda_group_norm_nhwc_one_pass = apex.cuda_group_norm_nhwc_two_pass = group_norm
+    monkeypatch.setitem(sys.modules, "apex.contrib.group_norm.group_norm", apex)
+    gnnhwc = ModuleType("gnNHWC")
+    gnnhwc.GN_NHWC_Func = type("GN_NHWC_Func", (), {"apply": staticmethod(group_norm)})
+    monkeypatch.setitem(sys.modules, "gnNHWC.custom_gn", gnnhwc)
+
+    found, unusable = peers.find()
+    assert set(found) == {"apex_one_pass", "apex_two_pass", "gnnhwc"}
+    assert list(unusable) == ["apex_v2"]  # an older apex
+    found["apex_one_pass"]("X", 32, "gamma", "beta")
+    found["gnnhwc"]("X", 32, "gamma", "beta")
+    assert called == [("X", 32, "gamma", "beta", 1e-5), ("X", "gamma", "beta", 32, 1e-5, 0)]
+
+
+def test_a_broken_peer_says_why(tmp_path, monkeypatch):
+    package = tmp_path / "sfast" / "triton"
+    package.mkdir(parents=True)
+    (package / "torch_ops.py").write_text("import a_module_that_is_missing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found, unusable = peers.find()
+    assert "stable_fast" not in found
+    assert unusable["stable_fast"].startswith("ModuleNotFoundError: No module named 'a_module")
+
+
+def test_reasons_are_short_and_hold_no_paths():
+    text = peers.reason(OSError("no /opt/of/this/machine/x.so here\nsecond line"))
+    assert text == "OSError: no ... here"
+    assert len(peers.reason(ValueError("x" * 1000))) == 200
+
+
+# tools/progress.py, tools/results.py.
+
+
+def test_bar():
+    assert progress.bar(0, 4, "vae", 80) == f"[{'.' * 24}] 0/4 vae"
+    assert progress.bar(2, 4, "vae", 80) == f"[{'#' * 12}{'.' * 12}] 2/4 vae"
+    assert len(progress.bar(1, 4, "x" * 99, 40)) == 40
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_a_line_or_a_bar(terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with progress.Progress(2) as steps:
+        steps.step("one")
+        steps.step("two")
+    said = capsys.readouterr().err
+    if terminal:
+        assert said.count("\r") == 3 and "\n" not in said and "1/2 two" in said
+    else:
+        assert said == "[1/2] one\n[2/2] two\n"
+
+
+def test_the_command_of_a_results_file_names_no_place(monkeypatch):
+    argv = ["tools/bench.py", "--plot", "/x/y.svg", "--output", "kernels", "--folder", "/x"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert results.command() == "python tools/bench.py --output kernels"
+
+
+# tools/sweep.py.
+
+
+def test_a_seed_draws_the_same_shapes():
+    assert list(sweep.draw(50, 3)) == list(sweep.draw(80, 3))[:50]
+    assert list(sweep.draw(50, 3)) != list(sweep.draw(50, 4))
+
+
+def test_drawn_shapes_are_in_range_and_of_their_kind():
+    cases = list(sweep.draw(400, 0))
+    kinds = {case.name.partition("_")[2]: [] for case in cases}
+    for case in cases:
+        kinds[case.name.partition("_")[2]].append(case)
+        assert 1 <= case.N <= 1024 and 1 <= case.C <= 4096 and 1 <= case.HxW <= 4 << 20
+        assert case.C % case.G == 0 and len(case.shape) == 4
+        assert case.numel * kernel_table.ITEMSIZE[case.dtype] <= 2 << 30
+        assert case.one_layout == case.name.endswith("one_layout")
+    assert set(kinds) == {*sweep.KINDS, "one_layout"}
+    assert sum(not case.one_layout for case in cases) >= 300
+    for kind, drawn in kinds.items():
+        assert {case.dtype for case in drawn} == set(sweep.DTYPES), kind
+        if kind.startswith("odd_C"):
+            assert all(case.C % 2 for case in drawn)
+        if kind.endswith("prime_HW"):
+            assert all(case.HxW == sweep.largest_prime(case.HxW) for case in drawn)
+        if kind in sweep.WIDTHS:
+            assert all(case.D == sweep.WIDTHS[kind] for case in drawn)
+        if kind == "G1":
+            assert all(case.G == 1 for case in drawn)
+    # Small and large, few and many samples.
+    for size in ("N", "C", "HxW", "numel"):
+        values = sorted(getattr(case, size) for case in cases)
+        assert values[-40] > 100 * values[40]
+
+
+def test_number_helpers():
+    assert [sweep.largest_prime(n) for n in (2, 3, 4, 9, 100, 4 << 20)] == [2, 3, 3, 7, 97, 4194301]
+    assert sweep.height_and_width(64 * 48) == (48, 64)
+    assert sweep.height_and_width(97) == (1, 97)
+
+
+def test_sweep_measures_served_and_one_layout_shapes(fake_timing):
+    rows = [sweep.measure(case, 1, "cpu") for case in (SMALL, Case("point", (4, 8, 1, 1), 4))]
+    assert [row["one_layout"] for row in rows] == [False, True]
+    assert all(row["checked"] and len(row["rules"]) == 2 for row in rows)
+    assert all(len(row["fwd"]) == 3 for row in rows)
+
+
+def test_sweep_keeps_errors_and_goes_on(monkeypatch):
+    def raises(step, milliseconds):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(timing, "microseconds", raises)
+    row = sweep.measure(SMALL, 1, "cpu")
+    assert row["error"] == "OutOfMemoryError: CUDA out of memory"
+    assert sweep.summary([row])["errors"] == 1
+    assert "ERROR: small [2, 8, 3, 5]" in sweep.report([row], 3)
+
+
+def test_sweep_stops_at_its_time(monkeypatch):
+    seen = []
+
+    def one(case):
+        seen.append(case)
+        clock[0] += 10
+        return {"name": case.name}
+
+    clock = [0.0]
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: clock[0])
+    assert len(sweep.sweep(400, 0, 35, one)) == len(seen) == 4
+    assert len(sweep.sweep(3, 0, 1000, one)) == 3
+
+
+def sweep_row(number, ours, **fields):
+    row = a_row(
+        name=f"{number}_any",
+        one_layout=False,
+        rules=["two_pass", "resident"],
+        fwd={"gn_override": ours, "stock_channels_last": 30.0, "stock_nchw": 10.0},
+    )
+    return row | fields
+
+
+def test_summary_and_report_of_a_sweep():
+    large = {"shape": [16, 64, 64, 256], "MB": 33.6}
+    rows = [
+        sweep_row(0, 8.0),
+        sweep_row(1, 10.4),  # slower by 4%
+        sweep_row(2, 10.6, wrong="Y: error"),  # by 6%
+        sweep_row(3, 6.0, **large),
+        sweep_row(4, 5.0, **large),
+        sweep_row(5, 50.0, one_layout=True),
+        {"name": "6_any", "shape": [1], "groups": 1, "one_layout": False, "error": "no memory"},
+    ]
+    found = sweep.summary(rows)
+    assert found["shapes"] == 7 and found["served"] == 5
+    assert found["wrong"] == 1 and found["errors"] == 1
+    assert found["slower than stock by more than 5%"] == {"fwd": 1, "fwd_bwd": 0}
+    assert found["median of forward / copy above 16 MB"] == 1.375 and found["above 16 MB"] == 2
+    text = sweep.report(rows, 2)
+    ranking = text.partition("forward, stock's better layout / ours, the worst:\n")[2].splitlines()
+    assert ranking[0].split()[0] == "0.94" and ranking[0].endswith("2_any")
+    assert ranking[1].split()[0] == "0.96" and not ranking[2].startswith(" ")
+    assert "one pixel or channel, forward, 1 shapes" in text and "stock / ours 0.20" in text
+    assert "WRONG: 2_any" in text and "ERROR: 6_any" in text
+    assert sweep.summary([])["median of forward / copy above 16 MB"] is None
+
+
+# tools/bench_host.py.
+
+
+def test_host_figures_pair_the_rounds():
+    rounds = [
+        {"stock": 10.0, "off": 10.0, "on": 11.0},
+        {"stock": 20.0, "off": 20.0, "on": 22.0},  # a slower clock
+        {"stock": 20.0, "off": 40.0, "on": 22.0},  # something came between
+    ]
+    found = bench_host.figures(rounds)
+    assert found["stock"] == 20.0 and found["ratio"] == {"off": 1.0, "on": 1.1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "ratio", "good"),
+    [
+        ("channels_last", "on", 1.10, True),
+        ("channels_last", "on", 1.11, False),
+        ("channels_last", "off", 1.03, False),
+        ("nchw", "on", 1.02, True),
+        ("nchw", "off", 1.03, False),
+    ],
+)
+def test_host_limits(layout, name, ratio, good):
+    row = {"layout": layout, "call": "x", "stock": 50.0, "off": 50.0, "on": 50.0}
+    row["ratio"] = {"off": 1.0, "on": 1.0, name: ratio}
+    assert bench_host.within_limit(row, name) is good
+    assert ("!" in bench_host.table([row])) is not good
+    # A tenth of a microsecond is within it, whatever the ratio.
+    assert bench_host.within_limit(row | {"stock": 1.0}, name) is (good or ratio == 1.03)
+
+
+def test_host_time_is_measured_on_the_cpu_too(tmp_path):
+    arguments = ["--device", "cpu", "--seconds", "0.01", "--output", "host", "--folder"]
+    done = subprocess.run(
+        [sys.executable, str(results.ROOT / "tools" / "bench_host.py"), *arguments, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert len(rows) == len(done.stdout.splitlines()) - 1 == 6
+    for row in rows:
+        assert all(row[name] > 0 for name in bench_host.VARIANTS)
+        assert set(row["ratio"]) == {"off", "on"}

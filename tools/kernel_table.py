@@ -1,0 +1,173 @@
+"""What the rows of tools/bench.py say: rates, text, rows that we lose, a picture. Needs no torch.
+
+Bytes are the least that must move, the same for every provider: X is read and Y written forward;
+X, dY and X again are read, Y and dX written, forward and backward together. A copy moves two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import render_readme
+
+Row = dict[str, Any]
+
+OURS = "gn_override"
+STOCK = ("stock_channels_last", "stock_nchw")
+DIRECTIONS = {"fwd": "forward", "fwd_bwd": "forward + backward"}
+OPERANDS = {"copy": 2, "fwd": 2, "fwd_bwd": 5}  # of the size of X
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def least_bytes(row: Row, what: str) -> int:
+    """The least traffic of a copy ("copy") or a direction, in bytes."""
+    return OPERANDS[what] * math.prod(row["shape"]) * ITEMSIZE[row["dtype"]]
+
+
+def speed(row: Row, what: str, time: float) -> float:
+    """Effective GB/s: the least traffic over a time in microseconds."""
+    return least_bytes(row, what) / time / 1e3
+
+
+def rates(row: Row) -> Row:
+    """{"GB/s": {"copy": of it, direction: by provider}, "share": {direction: by provider}}."""
+    copy = speed(row, "copy", row["copy"])
+    speeds: Row = {"copy": round(copy, 1)}
+    shares: Row = {}
+    for what in DIRECTIONS:
+        found = {name: speed(row, what, time) for name, time in row[what].items()}
+        speeds[what] = {name: round(value, 1) for name, value in found.items()}
+        shares[what] = {name: round(value / copy, 3) for name, value in found.items()}
+    return {"GB/s": speeds, "share": shares}
+
+
+def over_stock(row: Row, what: str) -> float | None:
+    """Time of stock's better layout over ours; None if stock was not measured."""
+    stock = [row[what][name] for name in STOCK if name in row[what]]
+    return min(stock) / row[what][OURS] if stock else None
+
+
+def providers_of(rows: Sequence[Row]) -> list[str]:
+    """Everyone that was asked, ours first, also those that failed on every row."""
+    names = [OURS]
+    for row in rows:
+        names += [*row["fwd"], *row["fwd_bwd"], *row.get("failed", ())]
+    return list(dict.fromkeys(names))
+
+
+def _title(name: str) -> str:
+    return {OURS: "ours", "stock_channels_last": "stock NHWC", "stock_nchw": "stock NCHW"}.get(
+        name, name
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, one block a direction.
+
+    Of each provider the microseconds and the share of the copy's rate; "-" where it failed, "!"
+    where its result is wrong.
+    """
+    others = [name for name in providers_of(rows) if name != OURS]
+    lines = []
+    for what, title in DIRECTIONS.items():
+        head = f"{'case':<10}{'dtype':<10}{'MB':>8}{'copy us':>9}{'GB/s':>7}"
+        head += f"{'ours us':>10}{'GB/s':>7}{'share':>7}"
+        lines += [title, head + "".join(f"{_title(name):>16}" for name in others)]
+        for row in rows:
+            rate = rates(row)
+            line = f"{row['name']:<10}{row['dtype']:<10}{least_bytes(row, 'copy') / 2e6:>8.1f}"
+            line += f"{row['copy']:>9.1f}{rate['GB/s']['copy']:>7.0f}{row[what][OURS]:>10.1f}"
+            line += f"{rate['GB/s'][what][OURS]:>7.0f}{rate['share'][what][OURS]:>7.0%}"
+            for name in others:
+                if name in row[what]:
+                    mark = "!" if what in row.get("differs", {}).get(name, ()) else " "
+                    share = f"{rate['share'][what][name]:.0%}"
+                    line += f"{row[what][name]:>10.1f}{share:>5}{mark}"
+                else:
+                    line += f"{'-':>10}{'':6}"
+            lines.append(line.rstrip() + (f"  WRONG: {row['wrong']}" if "wrong" in row else ""))
+        lines.append("")
+    lines.append("share: of the copy's rate, by the least traffic: 2 X forward, 5 X with backward")
+    if any(row.get("differs") for row in rows):
+        lines.append("!: the result differs from stock's by more than rounding")
+    return "\n".join(lines)
+
+
+def losses(rows: Sequence[Row]) -> list[str]:
+    """Rows where anyone beats us, by name."""
+    return [
+        f"{row['name']} {row['dtype']} {DIRECTIONS[what]}: ours {row[what][OURS]} us, "
+        f"{name} {time} us" + (" (wrong)" if what in row.get("differs", {}).get(name, ()) else "")
+        for row in rows
+        for what in DIRECTIONS
+        for name, time in row[what].items()
+        if name != OURS and time < row[what][OURS]
+    ]
+
+
+def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
+    """Times of the others over ours, by row, on a logarithmic axis."""
+    height = 0.4
+    shown = list(enumerate(reversed(rows)))
+    for offset, (what, title) in zip((height / 2, -height / 2), DIRECTIONS.items(), strict=True):
+        bars = [(at + offset, ratio) for at, row in shown if (ratio := over_stock(row, what))]
+        if bars:
+            axes.barh(*zip(*bars, strict=True), height=height, label=f"stock's better, {title}")
+    best = [
+        (min(others) / row[what][OURS], at + offset)
+        for at, row in shown
+        for offset, what in zip((height / 2, -height / 2), DIRECTIONS, strict=True)
+        if (others := [t for name, t in row[what].items() if name not in (OURS, *STOCK)])
+    ]
+    if best:
+        axes.plot(*zip(*best, strict=True), "k|", label="the best of the others")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("time over ours (left of 1: we lose)")
+    axes.set_yticks([at for at, _ in shown], [f"{row['name']} {row['dtype']}" for _, row in shown])
+    axes.legend(fontsize="small")
+
+
+def _draw_roofline(axes: Any, rows: Sequence[Row]) -> None:
+    """Effective GB/s against the least bytes moved; the copy is the roof."""
+    roof = sorted((least_bytes(row, "copy") / 1e6, speed(row, "copy", row["copy"])) for row in rows)
+    axes.plot(*zip(*roof, strict=True), "k.-", linewidth=0.8, label="copy")
+    for what, title in DIRECTIONS.items():
+        moved = [least_bytes(row, what) / 1e6 for row in rows]
+        axes.plot(moved, [speed(row, what, row[what][OURS]) for row in rows], "o", label=title)
+    for what, mark in zip(DIRECTIONS, "+x", strict=True):
+        points = [
+            (least_bytes(row, what) / 1e6, speed(row, what, ratio * row[what][OURS]))
+            for row in rows
+            if (ratio := over_stock(row, what))
+        ]
+        if points:
+            label = f"stock's better, {DIRECTIONS[what]}"
+            axes.plot(*zip(*points, strict=True), mark, color="gray", label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("least traffic, MB")
+    axes.set_ylabel("effective GB/s")
+    axes.legend(fontsize="small")
+
+
+def picture(content: dict[str, Any], path: Path) -> None:
+    """Draw a results file: times over ours as bars, and the roofline. Needs matplotlib.
+
+    path   ends in .svg or .png; drawing the same file twice gives the same SVG
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = content["rows"]
+    figure = Figure(figsize=(14, 2 + 0.3 * max(len(rows), 14)), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_bars(left, rows)
+    _draw_roofline(right, rows)
+    figure.supxlabel(render_readme.source(content).strip().replace("`", ""), fontsize="small")
+    svg = path.suffix == ".svg"
+    with matplotlib.rc_context({"svg.hashsalt": "gn_override"}):
+        figure.savefig(path, metadata={"Date": None} if svg else None)
