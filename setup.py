@@ -41,6 +41,7 @@ SOURCES = [
     "native/binding/control.cpp",
     "native/binding/cpu.cpp",
     "native/binding/generated/register.cpp",
+    "native/binding/plan_cache.cpp",
     "native/binding/state.cpp",
 ]
 

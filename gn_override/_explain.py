@@ -20,10 +20,11 @@ from gn_override import _library
 # backward (dY, X, dX).
 _TRAFFIC = {
     "resident": (2, 3),
+    "cooperative": (3, 5),  # what it cannot keep on chip is read once more
     "two_pass": (3, 5),  # the statistics read X, or dY and X, once more
     "channels_last": (3, 5),  # likewise, but what is still in cache is not read again
 }
-_AT_MOST = {"channels_last"}
+_AT_MOST = {"channels_last", "cooperative"}
 
 # Copy speed in bytes a second of the GPU that the planner takes where there is none: an H200.
 _MODEL_GPU_COPY = 4.2e12

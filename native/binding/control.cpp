@@ -9,6 +9,7 @@
 #include <array>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "native/binding/classify.h"
 #include "native/binding/devices.h"
@@ -183,16 +184,30 @@ std::string explain_shape(
 
 #if GN_OVERRIDE_WITH_CUDA
 void pin_plans_op(
+    const std::string& scheme,
     int64_t columns,
     int64_t splits,
-    int64_t threads,
-    bool two_pass) {
-  pin_plans({
-      .columns = static_cast<int>(columns),
-      .splits = static_cast<int>(splits),
-      .threads = static_cast<int>(threads),
-      .two_pass = two_pass,
-  });
+    int64_t threads) {
+  constexpr std::array kSchemes{
+      std::pair{std::string_view(""), Scheme::kAten},
+      std::pair{std::string_view("resident"), Scheme::kResident},
+      std::pair{std::string_view("cooperative"), Scheme::kCooperative},
+      std::pair{std::string_view("two_pass"), Scheme::kTwoPass}};
+  for (const auto& [name, value] : kSchemes) {
+    if (name == scheme) {
+      pin_plans({
+          .scheme = value,
+          .columns = static_cast<int>(columns),
+          .splits = static_cast<int>(splits),
+          .threads = static_cast<int>(threads),
+      });
+      return;
+    }
+  }
+  TORCH_CHECK_VALUE(
+      false,
+      "gn_override: unknown scheme \"" + scheme +
+          "\"; resident, cooperative, two_pass or \"\" for any");
 }
 #endif
 
@@ -229,7 +244,7 @@ TORCH_LIBRARY(gn_override, m) {
   m.def("build_info() -> str", build_info);
 #if GN_OVERRIDE_WITH_CUDA
   m.def(
-      "pin_plans(int columns, int splits, int threads, bool two_pass) -> ()",
+      "pin_plans(str scheme, int columns, int splits, int threads) -> ()",
       pin_plans_op);
 #endif
 }

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "native/binding/classify.h"
+#include "native/binding/plan_cache.h"
 #include "native/binding/state.h"
 #include "native/plan/arguments.h"
 #include "native/plan/plan.h"
@@ -70,7 +71,7 @@ Result forward(
     return declined(call.declined);
   }
   const typename Backend::Guard guard(X);
-  const Plan plan = make_plan(call.problem, Backend::device(X));
+  const Plan& plan = cached_plan(call.problem, Backend::device(X));
   if (plan.scheme == Scheme::kAten) {
     return declined("policy");
   }
@@ -140,7 +141,7 @@ Result backward(
     return declined(call.declined);
   }
   const typename Backend::Guard guard(X);
-  const Plan plan = make_plan(call.problem, Backend::device(X));
+  const Plan& plan = cached_plan(call.problem, Backend::device(X));
   if (plan.scheme == Scheme::kAten) {
     return declined("policy");
   }

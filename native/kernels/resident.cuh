@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(
   betas.fetch(item.first_channel);
 
   constexpr int kPixels = kRingPixels<Direction::kForward>;
-  Ring<kPixels, kRingAhead, !kWholeChip> ring(
+  Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(
   rstds.fetch(at.n * shape.G + item.first_group);
 
   constexpr int kPixels = kRingPixels<Direction::kBackward>;
-  Ring<kPixels, kRingAhead, !kWholeChip> ring(
+  Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);

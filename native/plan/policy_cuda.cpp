@@ -60,29 +60,42 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 // -- resident ----------------------------------------------------------------
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
-// the resident schemes' candidates; they decide nothing else. Fitted to sweeps
-// on an H200 (tools/tune.py, benchmarks/results/tune-h200.json).
-constexpr double kBytesPerNs = 32; // of a multiprocessor's share of a copy
-// What a wave of blocks loses between its loads and its stores, by the blocks
-// that share a multiprocessor.
-constexpr std::array kPhaseChange{3000.0, 1500.0, 1000.0};
-constexpr double kClusterBarrier = 500; // a doubling of the cluster
-// A cooperative launch, and each wave of it: a barrier of the whole chip.
-constexpr double kCooperativeLaunch = 1500;
-constexpr double kChipBarrier = 3500;
-// What of the L2 cache still holds the first pass's pixels in the second.
-constexpr double kReusedShare = 0.5;
-// Slices of one burst of 64 bytes, and more so those that do not cut memory at
-// bursts, cost more than their bytes.
+// their candidates; they decide nothing else. Fitted to a sweep of some 6000
+// plans of 94 shapes and both directions on an H200 (tools/tune.py makes such
+// sweeps): the plan that they choose takes 2% longer than the best one on
+// average, 16% at most.
+
+// A slice of s bytes a pixel takes longer than its bytes: by what it touches of
+// bursts that it shares with the next slice, and by a part of each burst.
 constexpr int64_t kBurst = 64;
-constexpr double kOneBurst = 1.07;
-constexpr double kUnevenSlice = 1.1; // of two bursts or more
-constexpr double kUnevenNarrowSlice = 1.5;
-// Two passes: kernels more than the resident scheme has, and the share of a
-// copy's speed that they reach.
-constexpr double kMoreKernelsForward = 6500;
-constexpr double kMoreKernelsBackward = 7000;
-constexpr double kTwoPassSpeed = 0.8;
+constexpr double kSharedBurst = 0.59;
+constexpr double kEverySlice = 0.06;
+
+// A call, by direction: forward, backward.
+using ByDirection = std::array<double, 2>;
+
+// The resident scheme moves what a multiprocessor can, or its share of what
+// the chip can.
+constexpr ByDirection kResidentCall{6700, 9000};
+constexpr double kMultiprocessorBytesPerNs = 40;
+constexpr ByDirection kShareBytesPerNs{32.6, 34.2};
+// What each wave of blocks but the first loses between its loads and its
+// stores, by the blocks that share a multiprocessor; more so backward.
+constexpr std::array kPhaseChange{2200.0, 1700.0, 1200.0};
+constexpr ByDirection kPhaseChangeFactor{1, 1.86};
+constexpr double kClusterBarrier =
+    160; // of each wave, a doubling of the cluster
+constexpr double kLargestCluster = 1100; // clusters of 16 fit badly
+
+// The cooperative scheme: a call, a wave of it, and what of the L2 cache holds
+// pixels until they are read again.
+constexpr ByDirection kCooperativeCall{6100, 9000};
+constexpr ByDirection kCooperativeWave{3300, 3100};
+constexpr double kCooperativeBytesPerNs = 27.3;
+constexpr double kReusedShare = 0.34;
+
+constexpr ByDirection kTwoPassCall{9600, 13100};
+constexpr double kTwoPassBytesPerNs = 27.6;
 
 constexpr int kMostThreads = 512;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
@@ -126,19 +139,18 @@ bool wants_parameters(const Problem& problem) {
       (problem.want_dgamma || problem.want_dbeta);
 }
 
-// How much longer a slice takes than its bytes.
-double unevenness(const Problem& problem, const Plan& plan) {
-  const int64_t bytes =
+// What `pixels` pixels of a slice take, as bytes.
+double slice_bytes(const Problem& problem, const Plan& plan, int64_t pixels) {
+  const int64_t slice =
       int64_t{1} * plan.columns * plan.vector * size_of(problem.dtype);
-  return bytes == kBurst    ? kOneBurst
-      : bytes % kBurst == 0 ? 1
-      : bytes >= 2 * kBurst ? kUnevenSlice
-                            : kUnevenNarrowSlice;
+  const auto shared = static_cast<double>(kBurst - std::gcd(slice, kBurst));
+  return static_cast<double>(pixels) *
+      (static_cast<double>(slice) + kSharedBurst * shared +
+       kEverySlice * kBurst);
 }
 
-double slice_bytes(const Problem& problem, const Plan& plan, int64_t pixels) {
-  return static_cast<double>(pixels) * plan.columns * plan.vector *
-      static_cast<double>(size_of(problem.dtype)) * unevenness(problem, plan);
+double of(const ByDirection& estimate, const Problem& problem) {
+  return estimate[problem.direction == Direction::kForward ? 0 : 1];
 }
 
 // Slices of whole groups and whole vectors, as vectors: of one to eight bursts,
@@ -207,17 +219,20 @@ Candidate resident_candidate(
   const int64_t multiprocessors = running_clusters(device, cluster) * cluster;
   const int64_t blocks = problem.N * plan.column_tiles * cluster;
   const int64_t waves = ceil_div(blocks, resident * multiprocessors);
-  const double block_ns = (operands(problem) + 1) *
-      slice_bytes(problem, plan, plan.pixels_per_split) / kBytesPerNs;
-  double barrier = 0;
-  for (int size = 1; size < cluster; size *= 2) {
-    barrier += kClusterBarrier;
-  }
-  // Nothing overlaps the only wave.
-  const double overlapped =
-      kPhaseChange[std::min<size_t>(resident, kPhaseChange.size()) - 1];
-  result.nanoseconds = ceil_div(blocks, multiprocessors) * block_ns +
-      kPhaseChange[0] + (waves - 1) * overlapped + waves * barrier;
+  const double block_bytes = (operands(problem) + 1) *
+      slice_bytes(problem, plan, plan.pixels_per_split);
+  const double moved = std::max(
+      ceil_div(blocks, multiprocessors) * block_bytes /
+          kMultiprocessorBytesPerNs,
+      blocks * block_bytes / (of(kShareBytesPerNs, problem) * device.sm_count));
+  const double phase_change =
+      kPhaseChange[std::min<size_t>(resident, kPhaseChange.size()) - 1] *
+      of(kPhaseChangeFactor, problem);
+  const double barrier =
+      kClusterBarrier * std::countr_zero(static_cast<unsigned>(cluster)) +
+      (cluster == 1 << (device.clusters.size() - 1) ? kLargestCluster : 0);
+  result.nanoseconds = of(kResidentCall, problem) + moved +
+      (waves - 1) * phase_change + waves * barrier;
   return result;
 }
 
@@ -276,17 +291,18 @@ Candidate cooperative_candidate(
   const int64_t of_pixel =
       operands(problem) * plan.threads * plan.vector * size_of(problem.dtype);
   if (plan.threads > kMostThreads || rest > device.shared_memory_per_block ||
-      pixels_of_thread(plan) > std::numeric_limits<int>::max() / 2) {
+      plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
     return result;
   }
   // Whole batches, and as many as the copies are ahead: see Ring in slab.cuh.
   const int64_t batch = ring_pixels(problem.direction);
   const int64_t room = (device.shared_memory_per_block - rest) / of_pixel;
   plan.pixels_kept = std::min(
-      std::max(ceil_div(pixels_of_thread(plan), batch), int64_t{kRingAhead}),
+      std::max(
+          ceil_div(pixels_of_thread(plan), batch), int64_t{kRingAhead<true>}),
       room / batch);
   plan.pixels_kept *= batch;
-  if (plan.pixels_kept < kRingAhead * batch) {
+  if (plan.pixels_kept < kRingAhead<true> * batch) {
     return result;
   }
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
@@ -310,12 +326,12 @@ Candidate cooperative_candidate(
       static_cast<double>(pixels_of_thread(plan));
   const double reused =
       std::min(again, kReusedShare * device.l2_bytes / device.sm_count);
-  result.nanoseconds = kCooperativeLaunch +
+  result.nanoseconds = of(kCooperativeCall, problem) +
       waves *
-          (kChipBarrier +
+          (of(kCooperativeWave, problem) +
            (all + again - reused +
             slice_bytes(problem, plan, plan.pixels_per_split)) /
-               kBytesPerNs);
+               kCooperativeBytesPerNs);
   return result;
 }
 
@@ -344,12 +360,11 @@ Candidate best_cooperative(const Problem& problem, const Device& device) {
 }
 
 double two_pass_nanoseconds(const Problem& problem, const Device& device) {
-  const bool forward = problem.direction == Direction::kForward;
   // X, X, Y; or dY, X, dY, X, dX
-  const int passes = forward ? 3 : 5;
-  return (forward ? kMoreKernelsForward : kMoreKernelsBackward) +
+  const int passes = problem.direction == Direction::kForward ? 3 : 5;
+  return of(kTwoPassCall, problem) +
       passes * static_cast<double>(problem.bytes()) /
-      (kTwoPassSpeed * kBytesPerNs * device.sm_count);
+      (kTwoPassBytesPerNs * device.sm_count);
 }
 
 // The fastest plan by the estimates, if it is of the scheme.

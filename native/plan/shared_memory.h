@@ -40,7 +40,8 @@ fold_size(Direction direction, int64_t D, int vector, int columns, int rows) {
 // batches the copies are ahead.
 template <Direction kDirection>
 constexpr int kRingPixels = kDirection == Direction::kForward ? 4 : 2;
-constexpr int kRingAhead = 4;
+template <bool kWholeChip>
+constexpr int kRingAhead = kWholeChip ? 4 : 8;
 
 constexpr int64_t ring_pixels(Direction direction) {
   return direction == Direction::kForward ? kRingPixels<Direction::kForward>

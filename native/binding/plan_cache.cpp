@@ -1,0 +1,45 @@
+#include "native/binding/plan_cache.h"
+
+#include <array>
+#include <cstdint>
+
+namespace gn_override::binding {
+
+namespace {
+
+struct Entry {
+  Problem problem; // N = 0, which has no plan of ours, while it is empty
+  Device device;
+  Plan plan;
+};
+
+constexpr size_t kEntries = 128; // a power of two
+
+size_t index_of(const Problem& problem) {
+  uint64_t hash = 0;
+  const auto mix = [&](int64_t value) {
+    // Knuth's multiplicative hash, by 2^64 over the golden ratio.
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 32;
+  };
+  mix(problem.N);
+  mix(problem.C);
+  mix(problem.HxW);
+  mix(problem.G);
+  mix((static_cast<int64_t>(problem.direction) << 8) |
+      static_cast<int64_t>(problem.dtype));
+  return hash & (kEntries - 1);
+}
+
+} // namespace
+
+const Plan& cached_plan(const Problem& problem, const Device& device) {
+  thread_local std::array<Entry, kEntries> entries;
+  Entry& entry = entries[index_of(problem)];
+  if (entry.problem != problem || entry.device != device) {
+    entry = {problem, device, make_plan(problem, device)};
+  }
+  return entry.plan;
+}
+
+} // namespace gn_override::binding
