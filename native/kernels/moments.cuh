@@ -208,7 +208,7 @@ struct Normalization {
 };
 
 // Items that a lane holds while it folds a segment.
-constexpr int kHeldItems = 2;
+constexpr int kHeldItems = 4;
 
 // Folds the moments of a block's threads into those of its tile's segments
 // (what the tile and a group have in common): calls emit(group, part, Moments,
