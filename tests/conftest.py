@@ -112,11 +112,21 @@ def poison(request: pytest.FixtureRequest) -> Iterator[None]:
 def poison_cuda_cache() -> None:
     """Leave NaN in the free memory of the caching allocator: its large and its small pool.
 
-    What lives keeps its segments: blocks of every size fill the gaps between, the small ones first.
+    What lives keeps its segments: the gaps between are filled exactly, and so is new memory.
     """
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
+    stream = torch.cuda.current_stream().cuda_stream
+    small = 1 << 20  # larger blocks come from the large pool
     sizes = [1 << power for power in range(9, 21) for _ in range(64)]
+    for segment in torch.cuda.memory_snapshot():
+        if segment["stream"] != stream:
+            continue
+        most = small if segment["segment_type"] == "small" else segment["total_size"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                whole, rest = divmod(block["size"], most)
+                sizes += [most] * whole + [rest] * (rest > 0)
+    free, _ = torch.cuda.mem_get_info()
     sizes.append(min(8 << 30, free // 4))
-    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sizes]
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for size in sorted(sizes)]
     del blocks
