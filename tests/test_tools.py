@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ import progress
 import results
 import sweep
 import timing
+import tune
 
 MEASURED = results.RESULTS / "kernels-h200.json"
 HEAD = {
@@ -491,3 +493,40 @@ def test_host_time_is_measured_on_the_cpu_too(tmp_path):
     for row in rows:
         assert all(row[name] > 0 for name in bench_host.VARIANTS)
         assert set(row["ratio"]) == {"off", "on"}
+
+
+# Plans.
+
+
+def test_random_shapes_repeat_and_are_of_models():
+    cases = tune.random_cases(40, 3)
+    assert cases == tune.random_cases(40, 3) != tune.random_cases(40, 4)
+    assert all(case.C % 32 == 0 and case.dtype in tune.DTYPES for case in cases)
+
+
+def test_plans_are_read_and_ranked():
+    lines = [
+        "smallfloat32 fwd 5.00 8.00 1 0.0e+00 resident vector=4 columns=8",
+        "smallfloat32 fwd 5.00 6.40 0 1.0e-07 two_pass vector=4 columns=2",
+        "smallfloat32 bwd 5.00 9.00 1 inf resident vector=4 columns=8\n",
+    ]
+    forward, backward = tune.read_rows([SMALL], lines)
+    assert forward["plans"] == {
+        "resident vector=4 columns=8": 8.0,
+        "two_pass vector=4 columns=2": 6.4,
+    }
+    assert tune.regret(forward) == 1.25 and not forward["wrong"]
+    assert [line.split()[0] for line in tune.describe(forward, 1).splitlines()[1:]] == ["1", "2"]
+    assert backward["wrong"] == ["resident vector=4 columns=8: inf from two passes"]
+    assert "WRONG" in tune.describe(backward, 1)
+    assert tune.summary([forward, backward]).startswith(
+        "3 plans: the policy's takes 1.125 times the best plan's time on average, 1.25 at most"
+    )
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_tune_compiles(tmp_path):
+    compiler = [tune.nvcc(), "-std=c++20", "-arch=sm_90", f"-I{results.ROOT}", "-c"]
+    source, target = results.ROOT / "tools" / "tune.cu", tmp_path / "tune.o"
+    subprocess.run([*compiler, str(source), "-o", str(target)], check=True)
+    assert target.exists()

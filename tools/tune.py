@@ -1,132 +1,193 @@
-"""Sweep the parameters of the CUDA schemes: the evidence behind native/plan/policy_cuda.cpp.
+"""Time every plan of the CUDA schemes: the evidence behind native/plan/policy_cuda.cpp.
 
-    python tools/tune.py --only rn2,sd15 --direction fwd
+    python tools/tune.py --output tune-h200                # the kernel table's shapes
+    python tools/tune.py --only rn2,sd15                   # some of them
+    python tools/tune.py --only "" --random 70 --seed 1    # shapes as models have them
 
-For each case every combination of slice width, cluster size and threads that fits is timed
-(tools/timing.py's way), and of slice width and samples of a wave in the cooperative scheme, and the
-two-pass scheme. Prints, a case and direction, the policy's
-own choice, the best, and the runners-up, as x copy, so that a policy row for another GPU can be
-read off.
+Builds tools/tune.cu with nvcc (half a minute on 16 cores) and times, for each shape and
+direction, all slice widths, cluster sizes, threads and samples of a wave that fit, and two passes:
+some hundred plans in a fraction of a second. Prints for each the policy's own choice, the best and
+the runners-up, as x copy, and at last how much longer the policy's choices take than the best:
+where that is more than a few percent on another GPU, fit the estimates in policy_cuda.cpp to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import results
-import timing
 import torch
 
 sys.path.insert(0, str(results.ROOT / "tests"))
-import reference
 from shapes import KERNEL_CASES, Case
 
-import gn_override  # noqa: F401  (loads the library)
+DTYPES = ("bfloat16", "float32")
+# Largest difference between two schemes, as a share of the largest output: they round alike.
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
-COLUMNS = (0, 4, 5, 8, 10, 16, 20, 32, 64)
-CLUSTERS = (1, 2, 4, 8, 16)
-THREADS = (256, 512)
-SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128)
-PINS = (
-    ("", 0, 0, 0),
-    ("two_pass", 0, 0, 0),
-    *(("resident", *pins) for pins in itertools.product(COLUMNS, CLUSTERS, THREADS)),
-    *(("cooperative", *pins, 0) for pins in itertools.product(COLUMNS, SAMPLES)),
-)
+Row = dict[str, Any]
 
 
-def plan_of(case: Case, backward: bool) -> tuple[str, str]:
-    """(rule, plan) that the policy gives with the present pins."""
-    told = json.loads(
-        torch.ops.gn_override.explain_shape(
-            "cuda", backward, case.N, case.C, case.HxW, case.G, case.dtype, case.dtype, True, 16
-        )
-    )
-    return told["rule"], told["plan"]
+def random_cases(count: int, seed: int) -> list[Case]:
+    """Shapes as models have them, of 0.2 to 300 MB; a quarter of them in float32."""
+    source = random.Random(seed)
+    widths = [32 * factor for factor in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 30, 32, 40, 60, 64)]
+    sides = (4, 7, 8, 14, 16, 28, 32, 48, 56, 64, 96, 112, 128, 192, 256, 512, 768)
+    cases: list[Case] = []
+    while len(cases) < count:
+        N = 1 << source.randrange(10)
+        side = source.choice(sides)
+        dtype = source.choice(("bfloat16", "bfloat16", "bfloat16", "float32"))
+        case = Case(f"x{len(cases)}", (N, source.choice(widths), side, side), 32, dtype)
+        if 2e5 < case.numel * getattr(torch, dtype).itemsize < 3e8:
+            cases.append(case)
+    return cases
 
 
-def sweep(case: Case, backward: bool, milliseconds: int) -> dict[str, Any]:
-    """All plans of a case and direction: {"policy": plan, "copy": us, "plans": {plan: us}}."""
-    inputs = reference.make_inputs(case, "cuda", getattr(torch, case.dtype))
-    Y, mean, rstd = torch.ops.aten.native_group_norm(
-        inputs.X, inputs.gamma, inputs.beta, *inputs.sizes, inputs.eps
-    )
-
-    def forward() -> Any:
-        return torch.ops.aten.native_group_norm(
-            inputs.X, inputs.gamma, inputs.beta, *inputs.sizes, inputs.eps
-        )
-
-    def gradients() -> Any:
-        return torch.ops.aten.native_group_norm_backward(
-            inputs.dY, inputs.X, mean, rstd, inputs.gamma, *inputs.sizes, [True, True, True]
-        )
-
-    step = gradients if backward else forward
-    pin = torch.ops.gn_override.pin_plans
-    pin(*PINS[0])
-    found: dict[str, Any] = {
-        "name": case.name,
-        "dtype": case.dtype,
-        "direction": "bwd" if backward else "fwd",
-        "policy": plan_of(case, backward)[1],
-        "copy": round(timing.microseconds(lambda: Y.copy_(inputs.X), milliseconds), 2),
-        "plans": {},
-    }
-    try:
-        for pins in PINS:
-            pin(*pins)
-            rule, plan = plan_of(case, backward)
-            if plan not in found["plans"] and pins[0] in ("", rule):
-                found["plans"][plan] = round(timing.microseconds(step, milliseconds), 2)
-    finally:
-        pin(*PINS[0])
+def nvcc() -> str:
+    """CUDA_HOME's nvcc, or the one on PATH."""
+    home = os.environ.get("CUDA_HOME")
+    found = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    if found is None:
+        raise SystemExit("tools/tune.py needs nvcc: set CUDA_HOME")
     return found
 
 
-def describe(found: dict[str, Any], most: int) -> str:
-    """The best plans of a sweep, and the policy's."""
-    ranked = sorted(found["plans"].items(), key=lambda item: item[1])
-    head = f"{found['name']} {found['dtype']} {found['direction']}: copy {found['copy']} us"
-    lines = [head]
+def build(folder: Path) -> Path:
+    """The program, for the GPU of this machine."""
+    native = results.ROOT / "native"
+    sources = [
+        results.ROOT / "tools" / "tune.cu",
+        *native.glob("launch/*.cu"),
+        *native.glob("plan/*.cpp"),
+    ]
+    major, minor = torch.cuda.get_device_capability()
+    flags = ["-O3", "-std=c++20", f"-arch=sm_{major}{minor}", f"-I{results.ROOT}"]
+    compiler = nvcc()
+
+    def compile_one(source: Path) -> str:
+        target = str(folder / f"{source.stem}.o")
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    program = folder / "tune"
+    subprocess.run([compiler, *flags[2:3], *objects, "-o", str(program)], check=True)
+    return program
+
+
+def read_rows(cases: Iterable[Case], lines: Iterable[str]) -> list[Row]:
+    """What the program printed (see tools/tune.cu), one row for each case and direction."""
+    by_name = {case.name + case.dtype: case for case in cases}
+    rows: dict[tuple[str, str], Row] = {}
+    for line in lines:
+        name, direction, copy, time, is_policy, error, plan = line.rstrip("\n").split(" ", 6)
+        case = by_name[name]
+        row = rows.setdefault(
+            (name, direction),
+            {
+                "name": case.name,
+                "shape": list(case.shape),
+                "groups": case.groups,
+                "dtype": case.dtype,
+                "direction": direction,
+                "copy": float(copy),
+                "policy": "",
+                "plans": {},
+                "wrong": [],
+            },
+        )
+        row["plans"][plan] = float(time)
+        if is_policy == "1":
+            row["policy"] = plan
+        if not float(error) <= TOLERANCE[case.dtype]:
+            row["wrong"].append(f"{plan}: {error} from two passes")
+    return list(rows.values())
+
+
+def regret(row: Row) -> float:
+    """How many times the best plan's time the policy's takes."""
+    return row["plans"][row["policy"]] / min(row["plans"].values())
+
+
+def describe(row: Row, most: int) -> str:
+    """The best plans of a row, and the policy's."""
+    ranked = sorted(row["plans"].items(), key=lambda item: item[1])
+    lines = [f"{row['name']} {row['dtype']} {row['direction']}: copy {row['copy']} us"]
     for rank, (plan, time) in enumerate(ranked, 1):
-        if rank <= most or plan == found["policy"]:
-            mark = "policy" if plan == found["policy"] else ""
+        if rank <= most or plan == row["policy"]:
+            mark = "policy" if plan == row["policy"] else ""
             lines.append(
-                f"  {rank:>3} {time:>9.2f} us {time / found['copy']:>6.2f} x  {mark:<7}{plan}"
+                f"  {rank:>3} {time:>9.2f} us {time / row['copy']:>6.2f} x  {mark:<7}{plan}"
             )
-    return "\n".join(lines)
+    return "\n".join(lines + [f"  WRONG {text}" for text in row["wrong"]])
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How good the policy's choices are."""
+    regrets = [regret(row) for row in rows]
+    worst = max(rows, key=regret)
+    return (
+        f"{sum(len(row['plans']) for row in rows)} plans: the policy's takes "
+        f"{statistics.mean(regrets):.3f} times the best plan's time on average, "
+        f"{max(regrets):.2f} at most ({worst['name']} {worst['dtype']} {worst['direction']})"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="comma-separated names of cases")
-    parser.add_argument("--direction", choices=("fwd", "bwd", "both"), default="both")
-    parser.add_argument("--milliseconds", type=int, default=10, help="of measuring a plan")
-    parser.add_argument("--best", type=int, default=3, help="plans to print a case")
+    parser.add_argument("--only", default=None, help="comma-separated names of cases; '' for none")
+    parser.add_argument("--random", type=int, default=0, help="so many random shapes too")
+    parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
+    parser.add_argument(
+        "--repetitions", type=int, default=9, help="of which a figure is the median"
+    )
+    parser.add_argument("--best", type=int, default=3, help="plans to print a row")
     parser.add_argument("--output", default="", help="name of the results file to write")
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "tools/tune.py needs a CUDA GPU\n")
-    names = arguments.only.split(",") if arguments.only else []
-    rows = []
-    for case in KERNEL_CASES:
-        if names and case.name not in names:
-            continue
-        for backward in (False, True):
-            if arguments.direction in ("both", "bwd" if backward else "fwd"):
-                print(f"{case.id} {'bwd' if backward else 'fwd'}", file=sys.stderr, flush=True)
-                rows.append(sweep(case, backward, arguments.milliseconds))
-                print(describe(rows[-1], arguments.best), flush=True)
+    names = None if arguments.only is None else arguments.only.split(",")
+    cases = [case for case in KERNEL_CASES if names is None or case.name in names]
+    cases = [case for case in cases if case.dtype in DTYPES]
+    cases += random_cases(arguments.random, arguments.seed)
+    if not cases:
+        parser.error("no such case")
+
+    questions = "".join(
+        f"{case.name}{case.dtype} {case.N} {case.C} {case.HxW} {case.G} {case.dtype}\n"
+        for case in cases
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [build(Path(folder)), str(arguments.repetitions)],
+            input=questions,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    rows = read_rows(cases, done.stdout.splitlines())
+    for row in rows:
+        print(describe(row, arguments.best))
+    print(summary(rows))
     if arguments.output:
         head = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}
         results.write(arguments.output, head | {"rows": rows}, arguments.folder)
+    if any(row["wrong"] for row in rows):
+        parser.exit(1, "some plans are wrong\n")
 
 
 if __name__ == "__main__":

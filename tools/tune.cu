@@ -1,0 +1,337 @@
+// Times every plan of group normalisation calls, without torch: the half of
+// tools/tune.py that runs on the GPU, in a fraction of a millisecond a plan.
+//
+//   tune REPETITIONS < shapes > plans
+//
+// shapes: lines of "name N C HxW G dtype"; dtype is float32 or bfloat16.
+// plans: lines of "name direction copy_us plan_us policy error plan", where
+// direction is fwd or bwd, policy is 1 for the plan that the policy chooses,
+// error the largest difference from the two-pass scheme's output over the
+// largest output, and plan what to_string() says.
+//
+// A figure is the median of replays of a CUDA graph with a cold L2 cache.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "native/launch/launch.h"
+#include "native/plan/plan.h"
+
+using namespace gn_override;
+
+#define CHECK(call)                   \
+  do {                                \
+    const cudaError_t error = (call); \
+    if (error != cudaSuccess) {       \
+      fprintf(                        \
+          stderr,                     \
+          "%s:%d: %s\n",              \
+          __FILE__,                   \
+          __LINE__,                   \
+          cudaGetErrorString(error)); \
+      exit(1);                        \
+    }                                 \
+  } while (0)
+
+namespace {
+
+cudaStream_t stream;
+
+class Memory {
+ public:
+  explicit Memory(size_t bytes) : bytes_(bytes) {
+    CHECK(cudaMalloc(&data_, bytes));
+    CHECK(cudaMemsetAsync(data_, 0xff, bytes, stream));
+  }
+  Memory(const Memory&) = delete;
+  ~Memory() {
+    cudaFree(data_);
+  }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  size_t bytes() const {
+    return bytes_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_;
+};
+
+// Numbers of mean 0.3 and deviation 1, by SplitMix64 (Steele et al. 2014) and
+// Box and Muller.
+template <typename T>
+__global__ void fill(T* out, int64_t count, uint64_t seed) {
+  for (int64_t i = int64_t{1} * blockIdx.x * blockDim.x + threadIdx.x;
+       i < count;
+       i += int64_t{1} * gridDim.x * blockDim.x) {
+    uint64_t z = (seed << 40) + (i + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z ^= z >> 31;
+    const float u = ((z >> 40) + 0.5f) / (1 << 24);
+    const float v = ((z & 0xffffff) + 0.5f) / (1 << 24);
+    out[i] = static_cast<T>(0.3f + sqrtf(-2 * logf(u)) * cospif(2 * v));
+  }
+}
+
+__global__ void copy(const uint4* from, uint4* to, int64_t count) {
+  const int64_t i = int64_t{1} * blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) {
+    to[i] = from[i];
+  }
+}
+
+// worst[0] = max |a - b|, worst[1] = max |b|, as the bits of floats; a NaN
+// counts as infinity.
+template <typename T>
+__global__ void compare(const T* a, const T* b, int64_t count, int* worst) {
+  float difference = 0;
+  float largest = 0;
+  for (int64_t i = int64_t{1} * blockIdx.x * blockDim.x + threadIdx.x;
+       i < count;
+       i += int64_t{1} * gridDim.x * blockDim.x) {
+    const auto x = static_cast<float>(a[i]);
+    const auto y = static_cast<float>(b[i]);
+    difference = x - y == x - y ? fmaxf(difference, fabsf(x - y)) : INFINITY;
+    largest = fmaxf(largest, fabsf(y));
+  }
+  atomicMax(worst, __float_as_int(difference));
+  atomicMax(worst + 1, __float_as_int(largest));
+}
+
+// Microseconds of what `enqueue` puts on the stream.
+double median(const std::function<void()>& enqueue, int repetitions) {
+  static const Memory flushed(size_t{256} << 20); // more than any L2 cache
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  enqueue();
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  CHECK(cudaGraphInstantiate(&replay, graph, 0));
+  std::vector<cudaEvent_t> events(2 * repetitions);
+  for (cudaEvent_t& event : events) {
+    CHECK(cudaEventCreate(&event));
+  }
+  for (int i = 0; i < 2; ++i) {
+    CHECK(cudaGraphLaunch(replay, stream));
+  }
+  for (int i = 0; i < repetitions; ++i) {
+    CHECK(cudaMemsetAsync(flushed.as<void>(), 0, flushed.bytes(), stream));
+    CHECK(cudaEventRecord(events[2 * i], stream));
+    CHECK(cudaGraphLaunch(replay, stream));
+    CHECK(cudaEventRecord(events[2 * i + 1], stream));
+  }
+  CHECK(cudaStreamSynchronize(stream));
+  std::vector<float> milliseconds(repetitions);
+  for (int i = 0; i < repetitions; ++i) {
+    CHECK(cudaEventElapsedTime(
+        &milliseconds[i], events[2 * i], events[2 * i + 1]));
+  }
+  for (cudaEvent_t& event : events) {
+    CHECK(cudaEventDestroy(event));
+  }
+  CHECK(cudaGraphExecDestroy(replay));
+  CHECK(cudaGraphDestroy(graph));
+  std::ranges::nth_element(
+      milliseconds, milliseconds.begin() + repetitions / 2);
+  return 1e3 * milliseconds[repetitions / 2];
+}
+
+Device current_device() {
+  int index = 0;
+  CHECK(cudaGetDevice(&index));
+  const auto attribute = [&](cudaDeviceAttr which) {
+    int value = 0;
+    CHECK(cudaDeviceGetAttribute(&value, which, index));
+    return value;
+  };
+  Device device;
+  device.sm_count = attribute(cudaDevAttrMultiProcessorCount);
+  device.compute_capability =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor) +
+      attribute(cudaDevAttrComputeCapabilityMinor);
+  device.shared_memory_per_block =
+      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  device.l2_bytes = attribute(cudaDevAttrL2CacheSize);
+  CHECK(count_clusters(device.clusters));
+  return device;
+}
+
+// The plans of a problem: the policy's first, then all that pins lead to.
+std::vector<Plan> plans_of(const Problem& problem, Device device) {
+  std::vector<Plan> plans{make_plan(problem, device)};
+  const auto add = [&](Scheme scheme, int columns, int splits, int threads) {
+    device.pins = {scheme, columns, splits, threads};
+    const Plan plan = make_plan(problem, device);
+    if (plan.scheme == scheme &&
+        std::ranges::find(plans, plan) == plans.end()) {
+      plans.push_back(plan);
+    }
+    return plan.scheme == scheme;
+  };
+  add(Scheme::kTwoPass, 0, 0, 0);
+  for (int columns = 1; columns <= 512; ++columns) {
+    for (const int threads : {256, 512}) {
+      for (const int cluster : {1, 2, 4, 8, 16}) {
+        add(Scheme::kResident, columns, cluster, threads);
+      }
+    }
+    // More than 24 waves are never the fastest.
+    for (int64_t samples = problem.N; samples > 0 && 24 * samples >= problem.N;
+         samples = samples * 3 / 4) {
+      add(Scheme::kCooperative, columns, static_cast<int>(samples), 0);
+    }
+  }
+  return plans;
+}
+
+template <typename T>
+void measure(
+    const std::string& name,
+    Problem problem,
+    const Device& device,
+    int repetitions) {
+  const int64_t numel = problem.numel();
+  const Memory X(problem.bytes());
+  const Memory dY(problem.bytes());
+  const Memory out(problem.bytes());
+  const Memory expected(problem.bytes());
+  const Memory gamma(problem.C * sizeof(T));
+  const Memory beta(problem.C * sizeof(T));
+  const Memory dgamma(problem.C * sizeof(T));
+  const Memory dbeta(problem.C * sizeof(T));
+  const Memory mean(problem.N * problem.G * sizeof(T));
+  const Memory rstd(problem.N * problem.G * sizeof(T));
+  const Memory worst(2 * sizeof(int));
+  constexpr int kBlocks = 1024;
+  constexpr int kThreads = 256;
+  uint64_t seed = 0;
+  for (const auto& [memory, count] :
+       {std::pair{&X, numel},
+        std::pair{&dY, numel},
+        std::pair{&gamma, problem.C},
+        std::pair{&beta, problem.C}}) {
+    fill<<<kBlocks, kThreads, 0, stream>>>(
+        memory->template as<T>(), count, ++seed);
+    CHECK(cudaGetLastError());
+  }
+  const int64_t vectors = problem.bytes() / sizeof(uint4);
+  const auto blocks = static_cast<unsigned>(vectors / kThreads + 1);
+  const double copy_us = median(
+      [&] {
+        copy<<<blocks, kThreads, 0, stream>>>(
+            X.as<uint4>(), out.as<uint4>(), vectors);
+        CHECK(cudaGetLastError());
+      },
+      repetitions);
+
+  for (const Direction direction :
+       {Direction::kForward, Direction::kBackward}) {
+    problem.direction = direction;
+    const bool forward = direction == Direction::kForward;
+    const auto enqueue = [&](const Plan& plan, void* workspace, void* output) {
+      if (forward) {
+        CHECK(launch_forward(
+            problem,
+            plan,
+            {.X = X.as<void>(),
+             .gamma = gamma.as<void>(),
+             .beta = beta.as<void>(),
+             .Y = output,
+             .mean = mean.as<void>(),
+             .rstd = rstd.as<void>(),
+             .eps = 1e-5,
+             .workspace = workspace},
+            stream));
+      } else {
+        CHECK(launch_backward(
+            problem,
+            plan,
+            {.dY = dY.as<void>(),
+             .X = X.as<void>(),
+             .mean = mean.as<void>(),
+             .rstd = rstd.as<void>(),
+             .gamma = gamma.as<void>(),
+             .dX = output,
+             .dgamma = dgamma.as<void>(),
+             .dbeta = dbeta.as<void>(),
+             .workspace = workspace},
+            stream));
+      }
+    };
+    const std::vector<Plan> plans = plans_of(problem, device);
+    Device two_pass = device;
+    two_pass.pins.scheme = Scheme::kTwoPass;
+    const Plan reference = make_plan(problem, two_pass);
+    {
+      const Memory workspace(reference.workspace_bytes + 1);
+      enqueue(reference, workspace.as<void>(), expected.as<void>());
+      CHECK(cudaStreamSynchronize(stream));
+    }
+    for (const Plan& plan : plans) {
+      const Memory workspace(plan.workspace_bytes + 1);
+      CHECK(cudaMemsetAsync(out.as<void>(), 0xff, out.bytes(), stream));
+      CHECK(cudaMemsetAsync(worst.as<void>(), 0, worst.bytes(), stream));
+      enqueue(plan, workspace.as<void>(), out.as<void>());
+      compare<<<kBlocks, kThreads, 0, stream>>>(
+          out.as<T>(), expected.as<T>(), numel, worst.as<int>());
+      CHECK(cudaGetLastError());
+      float found[2];
+      CHECK(cudaMemcpyAsync(
+          found, worst.as<void>(), sizeof(found), cudaMemcpyDefault, stream));
+      const double plan_us = median(
+          [&] { enqueue(plan, workspace.as<void>(), out.as<void>()); },
+          repetitions);
+      printf(
+          "%s %s %.2f %.2f %d %.1e %s\n",
+          name.c_str(),
+          forward ? "fwd" : "bwd",
+          copy_us,
+          plan_us,
+          plan == plans[0],
+          found[0] / found[1],
+          to_string(plan).c_str());
+    }
+  }
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  const int repetitions = argc > 1 ? std::max(1, atoi(argv[1])) : 9;
+  CHECK(cudaStreamCreate(&stream));
+  const Device device = current_device();
+  char name[64];
+  char dtype[16];
+  Problem problem;
+  long long N, C, HxW, G;
+  while (
+      scanf("%63s %lld %lld %lld %lld %15s", name, &N, &C, &HxW, &G, dtype) ==
+      6) {
+    problem.N = N;
+    problem.C = C;
+    problem.HxW = HxW;
+    problem.G = G;
+    if (std::string(dtype) == "float32") {
+      problem.dtype = problem.param_dtype = DType::kFloat;
+      measure<float>(name, problem, device, repetitions);
+    } else if (std::string(dtype) == "bfloat16") {
+      problem.dtype = problem.param_dtype = DType::kBFloat16;
+      measure<__nv_bfloat16>(name, problem, device, repetitions);
+    } else {
+      fprintf(stderr, "unknown dtype %s\n", dtype);
+      return 1;
+    }
+    fflush(stdout);
+  }
+  return 0;
+}
