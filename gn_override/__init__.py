@@ -35,11 +35,15 @@ __all__ = [
     "explain",
     "is_enabled",
     "report",
+    "set_inductor",
 ]
 
 _library.load()
 
-import gn_override._meta as _meta  # noqa: E402  (needs the loaded library)
+# These need the loaded library.
+import gn_override._inductor as _inductor  # noqa: E402
+import gn_override._meta as _meta  # noqa: E402
+from gn_override._inductor import set_inductor  # noqa: E402
 
 _LAZY = {
     "Explanation": "gn_override._explain",
@@ -68,6 +72,7 @@ def _set(on: bool) -> bool:
     if before != on:
         # Fake strides follow the switch, and FakeTensorMode remembers the old ones.
         _meta.switch_changed()
+        _inductor.switch_changed()
     return before
 
 
@@ -117,5 +122,6 @@ def disabled() -> Iterator[None]:
 
 
 _meta.install()
+_inductor.install()
 if os.environ.get("GN_OVERRIDE", "1") != "0":
     enable()

@@ -8,7 +8,6 @@ not take is left to PyTorch, and so is every call while the switch is off.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -36,11 +35,7 @@ def install() -> None:
 
 
 def switch_changed() -> None:
-    """Makes tracing follow the switch. To be called after each change of it.
-
-    Graphs that torch.compile made before are dropped: layouts that hold on one side of the switch
-    only are built into them.
-    """
+    """Makes tracing follow the switch. To be called after each change of it."""
     for op in (_FORWARD, _BACKWARD):
         # FakeTensorMode decomposes an operator before it asks its fake implementation, unless
         # it finds the operator here.
@@ -49,8 +44,6 @@ def switch_changed() -> None:
         else:
             meta_table.pop(op, None)
     FakeTensorMode.cache_clear()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
 
 
 def _fake_forward(
@@ -65,12 +58,9 @@ def _fake_forward(
     group: int,
     eps: float,
 ) -> Any:
-    given = [t for t in (weight, bias) if t is not None]
-    param_dtype = given[0].dtype if given else input.dtype
-    if not _takes(input, param_dtype, N, C, HxW, group) or not all(
-        t.ndim == 1 and _fits(t, input, param_dtype, C) for t in given
-    ):
+    if not takes_forward(input, weight, bias, N, C, HxW, group, eps):
         return _stock(mode, func, input, weight, bias, N, C, HxW, group, eps)
+    param_dtype = next((t.dtype for t in (weight, bias) if t is not None), input.dtype)
     with mode:
         return (
             _empty_channels_last(input),
@@ -93,18 +83,9 @@ def _fake_backward(
     group: int,
     output_mask: list[bool],
 ) -> Any:
-    param_dtype = mean.dtype
-    if (
-        not _takes(input, param_dtype, N, C, HxW, group)
-        or grad_out.shape != input.shape
-        or not _fits(grad_out, input, input.dtype, input.numel())
-        or not _fits(mean, input, param_dtype, N * group)
-        or not _fits(rstd, input, param_dtype, N * group)
-        or (weight is not None and not (weight.ndim == 1 and _fits(weight, input, param_dtype, C)))
-    ):
-        return _stock(
-            mode, func, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask
-        )
+    args = (grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask)
+    if not takes_backward(*args):
+        return _stock(mode, func, *args)
     dtype = input.dtype if weight is None else weight.dtype
     with mode:
         return (
@@ -129,6 +110,48 @@ def _stock(mode: FakeTensorMode, func: torch._ops.OpOverload, *args: Any) -> Any
 
 
 # The rest mirrors native/binding/classify.cpp.
+
+
+def takes_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> bool:
+    """Whether our kernels run this call of native_group_norm, on fake tensors or real ones."""
+    given = [t for t in (weight, bias) if t is not None]
+    param_dtype = given[0].dtype if given else input.dtype
+    return _takes(input, param_dtype, N, C, HxW, group) and all(
+        t.ndim == 1 and _fits(t, input, param_dtype, C) for t in given
+    )
+
+
+def takes_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: list[bool],
+) -> bool:
+    """Whether our kernels run this call of native_group_norm_backward."""
+    param_dtype = mean.dtype
+    return (
+        _takes(input, param_dtype, N, C, HxW, group)
+        and grad_out.shape == input.shape
+        and _fits(grad_out, input, input.dtype, input.numel())
+        and _fits(mean, input, param_dtype, N * group)
+        and _fits(rstd, input, param_dtype, N * group)
+        and (weight is None or (weight.ndim == 1 and _fits(weight, input, param_dtype, C)))
+    )
 
 
 def _takes(X: Tensor, param_dtype: torch.dtype, N: int, C: int, HxW: int, group: int) -> bool:

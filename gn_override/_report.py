@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from gn_override import _library
+from gn_override._inductor import is_active
 
 # The dispatch keys that decide where a group normalisation call goes, for each op.
 _KEYS = {
@@ -49,6 +50,7 @@ class Report:
 
     version: str
     enabled: bool
+    inductor: bool  # torch.compile's Inductor leaves calls to our kernels
     torch_built: str  # the torch that the extension was built against
     torch_running: str
     cuda_built: str | None  # CUDA version of that torch; None for a build without CUDA
@@ -66,12 +68,16 @@ class Report:
         cuda = "no CUDA backend"
         if "cuda" in self.backends:
             cuda = f"CUDA {self.cuda_built} for {' '.join(self.cuda_architectures)}"
+        inductor = (
+            "leaves calls to these kernels" if self.inductor else "compiles group norms itself"
+        )
         lines = [
             f"gn_override {self.version}: {'on' if self.enabled else 'off'}",
             f"built     torch {self.torch_built}, {cuda}, {self.compiler}",
             f"running   torch {self.torch_running}, CUDA {self.cuda_running or 'none'}",
             f"GPUs      {', '.join(self.gpus) or 'none'}",
             f"CPU       {self.cpu_instruction_set} kernels",
+            f"Inductor  {inductor}",
             "",
             "in the dispatcher:",
         ]
@@ -103,6 +109,7 @@ def report() -> Report:
     return Report(
         version=built["version"],
         enabled=torch.ops.gn_override.is_enabled(),
+        inductor=is_active(),
         torch_built=built["torch"],
         torch_running=torch.__version__,
         cuda_built=built["torch_cuda"],

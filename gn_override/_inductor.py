@@ -1,0 +1,175 @@
+"""torch.compile: Inductor calls our kernels, and compiles the other group norms as ever.
+
+Inductor decomposes both native ops while a model is traced, so that what is registered in the
+dispatcher is never reached. While the switch is on, its table holds a decomposition that declines
+the calls that our kernels take, which leaves them in the graph, and runs Inductor's own for all
+others (NCHW inputs, say). A lowering of its own keeps such a call's tensors in channels-last: the
+one that Inductor makes up for an operator without a decomposition leaves the layout of a forward
+open and makes that of a backward contiguous.
+
+AOTInductor always decomposes: what it packages runs where this package is not imported.
+
+Inductor is slow to import and most programs never do. So an import hook waits for the module that
+holds its lowerings, which is loaded before anything can be compiled, and is gone after that.
+
+Compiled code that is cached on disk is looked up by the graph before decomposition, so code of
+another side of the switch, or of a process without this package, would be found. Therefore
+torch.compiler.config.cache_key_tag ends in a tag of ours where Inductor leaves calls to us. A
+program that sets the tag itself should do so before it imports this package.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gn_override import _library, _meta
+
+_LOWERINGS = "torch._inductor.lowering"
+
+_OURS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
+    torch.ops.aten.native_group_norm.default: _meta.takes_forward,
+    torch.ops.aten.native_group_norm_backward.default: _meta.takes_backward,
+}
+
+# What is compiled depends on these, and only on these besides the graph.
+_CACHE_TAG = "-".join(
+    ("gn_override", _library.build_info()["version"], *_library.build_info()["backends"])
+)
+
+_wanted = True
+
+
+def install() -> None:
+    """Makes Inductor follow the switch from the first switch_changed() on."""
+    if _LOWERINGS in sys.modules:
+        _inductor_loaded()
+    else:
+        sys.meta_path.insert(0, _Hook())
+
+
+def is_active() -> bool:
+    """Whether Inductor leaves calls to our kernels: switched on, and wanted."""
+    return _wanted and torch.ops.gn_override.is_enabled()
+
+
+def set_inductor(enabled: bool) -> None:
+    """Choose who runs group normalisation in models compiled by torch.compile.
+
+    True, the default: the kernels of this package run the calls that they would run in eager
+    mode, and Inductor compiles the others. False: Inductor compiles all of them, which lets it
+    fuse them with their neighbours. AOTInductor always does that. Backends other than Inductor,
+    and eager mode, do not ask.
+
+    The choice is the process's and holds also while the override is switched off, when it has no
+    effect. What is compiled already is compiled again on its next call.
+    """
+    global _wanted
+    if enabled != _wanted:
+        _wanted = enabled
+        switch_changed()
+
+
+def switch_changed() -> None:
+    """Makes Inductor follow the switch. To be called after each change of it.
+
+    Graphs that torch.compile made before are dropped: who runs a call, and layouts that hold on
+    one side of the switch only, are built into them.
+    """
+    active = is_active()
+    tag = torch.compiler.config.cache_key_tag.removesuffix(_CACHE_TAG)
+    torch.compiler.config.cache_key_tag = tag + _CACHE_TAG if active else tag
+    if _LOWERINGS in sys.modules:
+        _set_decompositions(active)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+class _Decomposition:
+    """Inductor's decomposition of an operator, but not of calls that our kernels take."""
+
+    def __init__(self, inductors: Callable[..., Any], ours: Callable[..., bool]) -> None:
+        self.inductors = inductors
+        self.ours = ours
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        if is_active() and not V.aot_compilation and self.ours(*args, **kwargs):
+            return NotImplemented  # which leaves the call in the graph
+        return self.inductors(*args, **kwargs)
+
+
+def _set_decompositions(active: bool) -> None:
+    """Puts ours around Inductor's decompositions, or puts back what was there."""
+    from torch._inductor import decomposition
+
+    tables = [decomposition.decompositions]
+    if decomposition.fast_random_decomps.cache_info().currsize:  # a copy, made on first use
+        tables.append(decomposition.fast_random_decomps())
+    for table in tables:
+        for op, ours in _OURS.items():
+            entry = table.get(op)
+            if entry is None:
+                continue
+            inductors = entry.inductors if isinstance(entry, _Decomposition) else entry
+            table[op] = _Decomposition(inductors, ours) if active else inductors
+
+
+def _inductor_loaded() -> None:
+    """Registers the lowerings, which are reached by calls that were not decomposed only."""
+    from torch._inductor.lowering import make_fallback
+
+    for op in _OURS:
+        make_fallback(op, layout_constraint=_like_input, warn=False, override_decomp=True)
+    _set_decompositions(is_active())
+
+
+def _like_input(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Layout constraint: X is ordered in memory as it was traced, and so is dY.
+
+    dY's own order does not matter to the results; a conversion is then part of the code that
+    computes dY, not of our call.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    backward = node.target is torch.ops.aten.native_group_norm_backward.default
+    traced = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else None for arg in node.args]
+    X: torch.Tensor = traced[1 if backward else 0]  # type: ignore[assignment]
+    order = ir.get_stride_order(X.stride(), V.graph.sizevars.shape_env)
+    constrained = (
+        ir.ExternKernel.require_stride_order(arg, order)
+        if isinstance(fake, torch.Tensor) and fake.ndim == X.ndim
+        else arg
+        for arg, fake in zip(args, traced, strict=True)
+    )
+    return tuple(constrained), kwargs
+
+
+class _Hook:
+    """Finder that calls _inductor_loaded() when the module with the lowerings is imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _LOWERINGS:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_tell(module: ModuleType) -> None:
+            execute(module)
+            sys.meta_path.remove(self)
+            _inductor_loaded()
+
+        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec

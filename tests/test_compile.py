@@ -1,0 +1,395 @@
+"""torch.compile with Inductor: who runs group normalisation in compiled code, in which layout.
+
+Dynamo and AOTAutograd by themselves are in test_dispatch.py, and so are the fake tensors, which
+what is compiled here rests on.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+import torch.nn.functional as F
+from reference import BACKWARD, FORWARD, calls, expect_calls, is_channels_last, lay_out
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import decomposition
+from torch._inductor.utils import run_and_get_code
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+import gn_override
+from gn_override import _library
+
+aten = torch.ops.aten
+OPS = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
+BACKENDS = _library.build_info()["backends"]
+GROUPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No code that another run has compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    gn_override.set_inductor(True)
+
+
+class Block(nn.Module):
+    """A norm between convolutions, as networks have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(4, 6, 3, bias=False)
+        self.norm = nn.GroupNorm(GROUPS, 6)
+        self.after = nn.Conv2d(6, 4, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(F.silu(self.norm(self.before(x))))
+
+
+def norm_silu(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return F.silu(F.group_norm(X, GROUPS, gamma, beta))
+
+
+def norm(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """Nothing to generate code for: quick to compile."""
+    return F.group_norm(X, GROUPS, gamma, beta)
+
+
+def operands(
+    shape: tuple[int, ...], device: str, layout: str = "channels_last"
+) -> tuple[Tensor, Tensor, Tensor]:
+    X = lay_out(torch.randn(shape, device=device), layout)
+    gamma, beta = torch.randn(2, shape[1], device=device).unbind()
+    return X.requires_grad_(), gamma.clone().requires_grad_(), beta.clone().requires_grad_()
+
+
+def train(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The output and all gradients, those of a module's parameters too."""
+    Y = function(*tensors)
+    weights = list(function.parameters()) if isinstance(function, nn.Module) else []
+    return Y.detach(), *torch.autograd.grad(Y.cos().sum(), [*tensors, *weights])
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    return torch.compile(function, fullgraph=True, **options)
+
+
+def run_without_gn_override(code: str, *arguments: str) -> None:
+    """Run code in a fresh interpreter, which must succeed and never load the package."""
+    done = subprocess.run(
+        [sys.executable, "-c", code + "\nassert 'gn_override' not in sys.modules", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- our kernels run, on what the neighbours hold ---------------------------------------------
+
+
+def test_training(device: str) -> None:
+    """One call each, of the convolution's own output, and back into it."""
+    module = Block().to(device, memory_format=torch.channels_last)
+    x = lay_out(torch.randn(2, 4, 9, 7, device=device), "channels_last").requires_grad_()
+    expected = train(module, x)
+    with expect_calls(device, True, True):
+        actual, (forward, backward) = run_and_get_code(train, compiled(module), x)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert is_channels_last(actual[0]) and is_channels_last(actual[1])
+
+    convolved = re.search(r"(\w+) = extern_kernels\.convolution\(", forward)
+    assert convolved, forward
+    assert f"aten.native_group_norm.default({convolved[1]}, " in forward, forward
+    normed = re.search(r"(\w+) = torch\.ops\.aten\.native_group_norm_backward\.default", backward)
+    assert normed, backward
+    gradient = re.search(rf"(\w+) = {normed[1]}\[0\]", backward)
+    assert gradient, backward
+    assert f"aten.convolution_backward.default({gradient[1]}, " in backward, backward
+
+
+def test_dynamic_shapes(device: str) -> None:
+    backend = CompileCounterWithBackend("inductor")
+    function = compiled(norm_silu, dynamic=True, backend=backend)
+    for shape in ((11, 6, 7, 5), (13, 6, 16, 9)):
+        tensors = operands(shape, device)
+        expected = train(norm_silu, *tensors)
+        with expect_calls(device, True, True):
+            actual = train(function, *tensors)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert backend.frame_count == 1, "recompiled: a size was taken for a constant"
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 7), (2, 6, 2, 3, 4)], ids=["NLC", "NDHWC"])
+def test_other_ranks(device: str, shape: tuple[int, ...]) -> None:
+    tensors = operands(shape, device)
+    expected = train(norm, *tensors)
+    with expect_calls(device, True, True):
+        actual = train(compiled(norm), *tensors)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert is_channels_last(actual[0]) and is_channels_last(actual[1])
+
+
+def test_gradient_in_another_layout(device: str) -> None:
+    """The code that computes dY writes it in X's order."""
+
+    def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return norm(X, gamma, beta).contiguous().sin()
+
+    tensors = operands((2, 6, 7, 5), device)
+    expected = train(function, *tensors)
+    with expect_calls(device, True, True):
+        actual, codes = run_and_get_code(train, compiled(function), *tensors)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    call = re.search(r"native_group_norm_backward\.default\((\w+), ", codes[-1])
+    assert call, codes[-1]
+    made = re.findall(rf"{call[1]} = empty_strided_\w+\((\([^)]*\)), (\([^)]*\))", codes[-1])
+    assert made == [("(2, 6, 7, 5)", "(210, 1, 30, 6)")], codes[-1]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes(device: str, mode: str) -> None:
+    """On a GPU both record CUDA graphs: the third run is a replay, of other values."""
+    module = Block().to(device, memory_format=torch.channels_last)
+    function = compiled(module, mode=mode)
+    for _ in range(3):
+        x = lay_out(torch.randn(2, 4, 9, 7, device=device), "channels_last")
+        with torch.no_grad():
+            torch.ops.gn_override.reset_counters()
+            actual = function(x).clone()
+            ours, declined = calls(FORWARD, device)
+            assert declined == 0 and (ours > 0 or device == "cuda")
+            torch.testing.assert_close(actual, module(x), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_training_in_cuda_graphs(mode: str) -> None:
+    function = compiled(norm_silu, mode=mode)
+    for _ in range(3):
+        tensors = operands((2, 6, 7, 5), "cuda")
+        actual = [t.clone() for t in train(function, *tensors)]
+        torch.testing.assert_close(actual, list(train(norm_silu, *tensors)), rtol=1e-3, atol=1e-3)
+    assert calls(FORWARD, "cuda")[1] == calls(BACKWARD, "cuda")[1] == 0
+
+
+# --- and where they do not --------------------------------------------------------------------
+
+
+def test_nchw_is_inductors(device: str) -> None:
+    tensors = operands((2, 6, 7, 5), device, "nchw")
+    with gn_override.disabled():
+        expected = train(norm_silu, *tensors)
+    with expect_calls(device, None, None):
+        actual = train(compiled(norm_silu), *tensors)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("by", ["disable", "set_inductor"])
+def test_switches(device: str, by: str) -> None:
+    """One function, on, off and on again: neither graphs nor cached code survive a change."""
+    tensors = operands((2, 6, 7, 5), device)
+    expected = train(norm_silu, *tensors)
+    function = compiled(norm_silu)
+    for on in (True, False, True):
+        if by == "set_inductor":
+            gn_override.set_inductor(on)
+        else:
+            (gn_override.enable if on else gn_override.disable)()
+        assert gn_override.report().inductor is on
+        with expect_calls(device, on or None, on or None):
+            actual = train(function, *tensors)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        if by == "set_inductor":
+            with expect_calls(device, True, True):
+                train(norm_silu, *tensors)
+
+
+def test_off_puts_the_tables_back() -> None:
+    """Both tables of Inductor, entry by entry, in their order."""
+    on = dict(decomposition.decompositions)
+    with gn_override.disabled():
+        decomposition.fast_random_decomps.cache_clear()
+        tables = decomposition.decompositions, decomposition.fast_random_decomps()
+        stock = [list(table.items()) for table in tables]
+        from_torch = torch._decomp.get_decompositions(OPS)
+        for op in OPS:
+            assert all(table[op] is from_torch[op] for table in tables)
+    assert {op for op in on if on[op] is not tables[0][op] or op in OPS} == set(OPS)
+    for turn_off in (gn_override.disable, lambda: gn_override.set_inductor(False)):
+        for table in tables:
+            assert all(table[op] is not from_torch[op] for op in OPS)
+        turn_off()
+        for table, before in zip(tables, stock, strict=True):
+            assert len(table) == len(before)
+            for now, then in zip(table.items(), before, strict=True):
+                assert now[0] is then[0] and now[1] is then[1]
+        gn_override.enable()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch, torch._inductor.lowering\n"
+        "from torch._inductor.decomposition import decompositions\n"
+        "stock = dict(decompositions)\n"
+        "changed = lambda: {str(op) for op in stock if decompositions[op] is not stock[op]}\n"
+        "import gn_override\n"
+        "assert not changed()\n"
+        "gn_override.enable()\n"
+        "assert changed() == {f'aten.native_group_norm{s}.default' for s in ('', '_backward')}\n",
+        "import sys, gn_override\n"
+        "assert not {'torch._inductor.lowering', 'torch._dynamo'} & set(sys.modules)\n"
+        "gn_override.enable()\n"
+        "hooks = len(sys.meta_path)\n"
+        "import torch, torch._inductor.lowering\n"
+        "assert len(sys.meta_path) == hooks - 1\n"
+        "from torch._inductor.decomposition import decompositions\n"
+        "entry = decompositions[torch.ops.aten.native_group_norm.default]\n"
+        "assert type(entry).__module__ == 'gn_override._inductor'\n",
+    ],
+    ids=["Inductor first", "Inductor later"],
+)
+def test_either_order_of_imports(code: str) -> None:
+    """The import does not load Inductor, and finds it if it is there."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GN_OVERRIDE": "0"},
+        cwd=Path(__file__).parent,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr
+
+
+def test_cache_tag_keeps_the_users() -> None:
+    """Compiled code on disk is not shared between the sides of the switch."""
+    config = torch.compiler.config
+    ours = config.cache_key_tag
+    assert "gn_override" in ours
+    try:
+        gn_override.set_inductor(False)
+        assert config.cache_key_tag == ""
+        config.cache_key_tag = "mine"
+        gn_override.set_inductor(True)
+        assert config.cache_key_tag == "mine" + ours
+        gn_override.disable()
+        assert config.cache_key_tag == "mine"
+    finally:
+        config.cache_key_tag = ""
+        gn_override.enable()
+
+
+# --- what Inductor's table does to a traced call, also for CUDA without a GPU -----------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_table(device_type: str, layout: str, dynamic: bool) -> None:
+    """Calls that our kernels take stay in the graph; the others, and AOTInductor's, do not."""
+    if device_type not in BACKENDS:
+        pytest.skip(f"the extension is built without {device_type}")
+
+    def step(X: Tensor, gamma: Tensor, dY: Tensor) -> tuple[Tensor, ...]:
+        sizes = (X.shape[0], X.shape[1], X.shape[2] * X.shape[3], GROUPS)
+        Y, mean, rstd = aten.native_group_norm(X, gamma, gamma, *sizes, 1e-5)
+        return Y, *aten.native_group_norm_backward(
+            dY, X, mean, rstd, gamma, *sizes, [True, True, True]
+        )
+
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    which = DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC
+    context = StatelessSymbolicContext([which, DimDynamic.STATIC, which, which])
+    X = fake.from_tensor(lay_out(torch.empty(11, 6, 7, 5), layout), symbolic_context=context)
+    with fake:
+        X, dY = (torch.empty_strided(X.shape, X.stride(), device=device_type) for _ in range(2))
+        gamma = torch.empty(6, device=device_type)
+
+    def kept() -> list[Any]:
+        table = decomposition.select_decomp_table()
+        mode = "symbolic" if dynamic else "fake"
+        graph = make_fx(step, decomposition_table=table, tracing_mode=mode)(X, gamma, dY)
+        targets = [node.target for node in graph.graph.nodes]
+        assert all("gn_override" not in str(target) for target in targets)
+        return [target for target in targets if target in OPS]
+
+    assert kept() == (list(OPS) if layout == "channels_last" else [])
+    assert not fake.shape_env.replacements, "a size was taken for a constant"
+    with V.set_aot_compilation(True):
+        assert kept() == []
+    with gn_override.disabled():
+        assert kept() == []
+
+
+# --- what is exported -------------------------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """A norm of what a transposition made (N, C, L): stock's kernels refuse that layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x.transpose(1, 2), GROUPS).transpose(1, 2).flatten(1)
+
+
+def test_artefacts_run_without_the_package(tmp_path: Path) -> None:
+    """torch.export, before and after decomposition, and AOTInductor's package."""
+    block = Block().to(memory_format=torch.channels_last).eval().requires_grad_(False)
+    x = lay_out(torch.randn(2, 4, 9, 7), "channels_last")
+    program = torch.export.export(block, (x,))
+    tokens = torch.randn(2, 8, 6)
+    with gn_override.disabled():
+        lowered_off = torch.export.export(Tokens(), (tokens,)).run_decompositions()
+    for name, exported, input, module in (
+        ("program", program, x, block),
+        ("lowered", program.run_decompositions(), x, block),
+        ("lowered_off", lowered_off, tokens, Tokens()),
+    ):
+        targets = {n.target for n in exported.graph.nodes if n.op == "call_function"}
+        assert all(t is operator.getitem or t.namespace == "aten" for t in targets), targets
+        torch.export.save(exported, tmp_path / f"{name}.program.pt2")
+        torch.save((input, module(input)), tmp_path / f"{name}.program.pt")
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "package.pt2")
+    )
+    with expect_calls("cpu", None, None):
+        torch._inductor.aoti_load_package(package)(x)
+    torch.save((x, block(x)), tmp_path / "package.pt")
+    run_without_gn_override(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "artefacts = sorted(Path(sys.argv[1]).glob('*.pt2'))\n"
+        "assert len(artefacts) == 4\n"
+        "for path in artefacts:\n"
+        "    if path.stem.endswith('.program'):\n"
+        "        run = torch.export.load(path).module()\n"
+        "    else:\n"
+        "        run = torch._inductor.aoti_load_package(str(path))\n"
+        "    x, expected = torch.load(path.with_suffix('.pt'))\n"
+        "    torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)\n",
+        str(tmp_path),
+    )
