@@ -31,8 +31,8 @@ struct Plan {
   int64_t pixels_per_split = 0;
   int threads = 0; // of a block: rows * columns in whole warps
   int64_t shared_bytes = 0; // dynamic, of a block
-  // The cooperative scheme: a thread keeps the first `pixels_kept` of its
-  // pixels in shared memory, of `samples_per_wave` samples at a time.
+  // The schemes that keep X on chip: a thread has room for `pixels_kept` of its
+  // pixels; cooperative: of `samples_per_wave` samples at a time.
   int64_t samples_per_wave = 0;
   int64_t pixels_kept = 0;
 

@@ -60,10 +60,9 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 // -- resident ----------------------------------------------------------------
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
-// their candidates; they decide nothing else. Fitted to some 9000 plans of 94
-// shapes, in both directions, on an H200 (tools/tune.py makes such sweeps): the
-// plan that they choose takes 2% longer than the best one on average, and 19%
-// at most.
+// their candidates; they decide nothing else. Fitted to a sweep of the plans of
+// 94 shapes on an H200. tools/tune.py makes such sweeps, and says how much
+// longer the plans that are chosen take than the best ones.
 
 // By direction: forward, backward.
 using ByDirection = std::array<double, 2>;
@@ -507,7 +506,7 @@ const std::array kRules{
         plan_fastest<Scheme::kCooperative>,
         "slices too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "
-        "H200: 1.6 times a copy forward, two passes 1.75)"},
+        "H200: 1.6 times a copy forward, two passes 1.8)"},
     Rule{
         "two_pass",
         kTwoPassConditions,
