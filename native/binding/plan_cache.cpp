@@ -26,8 +26,18 @@ size_t index_of(const Problem& problem) {
   mix(problem.C);
   mix(problem.HxW);
   mix(problem.G);
-  mix((static_cast<int64_t>(problem.direction) << 8) |
-      static_cast<int64_t>(problem.dtype));
+  int64_t options = problem.alignment;
+  for (const int option :
+       {static_cast<int>(problem.device),
+        static_cast<int>(problem.direction),
+        static_cast<int>(problem.dtype),
+        static_cast<int>(problem.param_dtype),
+        static_cast<int>(problem.want_dX),
+        static_cast<int>(problem.want_dgamma),
+        static_cast<int>(problem.want_dbeta)}) {
+    options = 4 * options + option;
+  }
+  mix(options);
   return hash & (kEntries - 1);
 }
 

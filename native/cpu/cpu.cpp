@@ -375,7 +375,7 @@ void cpu_backward(
   char* workspace = static_cast<char*>(arguments.workspace);
   double* totals = reinterpret_cast<double*>(workspace + layout.totals);
   const int64_t samples_per_run = layout.samples_per_run;
-  const bool want_totals = problem.want_dgamma || problem.want_dbeta;
+  const bool want_totals = problem.wants_parameters();
   if (problem.want_dX) {
     advise_huge_pages(arguments.dX, problem.bytes());
   }

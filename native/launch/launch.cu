@@ -103,7 +103,7 @@ cudaError_t launch_backward(
     const Plan& plan,
     const BackwardArguments& arguments,
     cudaStream_t stream) {
-  if (!problem.want_dX && !problem.want_dgamma && !problem.want_dbeta) {
+  if (!problem.want_dX && !problem.wants_parameters()) {
     return cudaSuccess;
   }
   return with_dtype(problem, [&](auto element) {

@@ -14,7 +14,7 @@ cudaError_t launch_parameter_gradients(
     const Pair<Accumulator<T>>* sums,
     const BackwardArguments& arguments,
     cudaStream_t stream) {
-  if (!problem.want_dgamma && !problem.want_dbeta) {
+  if (!problem.wants_parameters()) {
     return cudaSuccess;
   }
   const bool is_float = problem.param_dtype == DType::kFloat;

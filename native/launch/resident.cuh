@@ -25,9 +25,9 @@ inline ResidentLaunch resident_launch(
     const Plan& plan) {
   const bool whole_chip = plan.scheme == Scheme::kCooperative;
   const int64_t samples = whole_chip ? plan.samples_per_wave : problem.N;
+  const int64_t of_batch = ring_pixels(problem.direction);
   // A warp reads what the blocks of a cluster found of a group; those of the
   // chip leave a part each.
-  const int64_t of_batch = ring_pixels(problem.direction);
   const int most_lanes =
       whole_chip ? kWarpSize : kWarpSize * std::max(1, kWarpSize / plan.splits);
   return {
@@ -89,13 +89,12 @@ cudaError_t resident_backward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const bool is_float = problem.param_dtype == DType::kFloat;
-  const bool wants_parameters = problem.want_dgamma || problem.want_dbeta;
   const ResidentLaunch launch = resident_launch(problem, plan);
   const int64_t rows = problem.N * plan.splits;
   auto* const of_chip = static_cast<Pair<Acc>*>(arguments.workspace);
-  auto* const sums = !wants_parameters      ? nullptr
-      : plan.scheme == Scheme::kCooperative ? of_chip + rows * problem.G
-                                            : of_chip;
+  auto* const sums = !problem.wants_parameters() ? nullptr
+      : plan.scheme == Scheme::kCooperative      ? of_chip + rows * problem.G
+                                                 : of_chip;
   const cudaError_t error =
       with_resident_kernel<T>(plan, [&](auto vector, auto whole_chip) {
         return launch_kernel<resident_backward_kernel<T, vector, whole_chip>>(

@@ -43,10 +43,6 @@ int vector_width(const Problem& problem) {
   return vector;
 }
 
-int64_t accumulator_bytes(const Problem& problem) {
-  return problem.dtype == DType::kDouble ? 8 : 4;
-}
-
 // Workspaces of large tensors shall be at most 2% of X, where a coarser cut of
 // the pixels can make them so.
 constexpr int64_t kLargeTensor = int64_t{64} << 20;
@@ -136,11 +132,6 @@ int64_t operands(const Problem& problem) {
   return problem.direction == Direction::kForward ? 1 : 2;
 }
 
-bool wants_parameters(const Problem& problem) {
-  return problem.direction == Direction::kBackward &&
-      (problem.want_dgamma || problem.want_dbeta);
-}
-
 double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
 }
@@ -210,9 +201,9 @@ Candidate resident_candidate(
   if (plan.shared_bytes > device.shared_memory_per_block || resident < 1) {
     return result;
   }
-  if (wants_parameters(problem)) {
+  if (problem.wants_parameters()) {
     plan.workspace_bytes = static_cast<size_t>(
-        2 * accumulator_bytes(problem) * problem.N * cluster * problem.C);
+        2 * problem.accumulator_bytes() * problem.N * cluster * problem.C);
   }
   if (cluster > 1 && exceeds_workspace_share(problem, plan.workspace_bytes)) {
     return result;
@@ -313,9 +304,9 @@ Candidate cooperative_candidate(
   // channel.
   const bool forward = problem.direction == Direction::kForward;
   const int64_t results = problem.G * (forward ? 4 : 2) +
-      (wants_parameters(problem) ? 2 * problem.C : 0);
+      (problem.wants_parameters() ? 2 * problem.C : 0);
   plan.workspace_bytes = static_cast<size_t>(
-      accumulator_bytes(problem) * problem.N * plan.splits * results);
+      problem.accumulator_bytes() * problem.N * plan.splits * results);
   if (exceeds_workspace_share(problem, plan.workspace_bytes)) {
     return result;
   }
@@ -418,7 +409,7 @@ std::optional<Plan> plan_two_pass(
   int64_t most =
       ceil_div(problem.HxW, static_cast<int64_t>(plan.rows) * kPixelsInFlight);
   const int64_t sums_of_split =
-      2 * accumulator_bytes(problem) * problem.N * problem.C;
+      2 * problem.accumulator_bytes() * problem.N * problem.C;
   if (!forward && exceeds_workspace_share(problem, most * sums_of_split)) {
     most = std::max<int64_t>(
         1, (problem.bytes() / kWorkspaceShare) / sums_of_split - 1);
@@ -433,7 +424,7 @@ std::optional<Plan> plan_two_pass(
   plan.threads = static_cast<int>(
       ceil_div(int64_t{1} * plan.columns * plan.rows, kWarp) * kWarp);
   plan.shared_bytes =
-      accumulator_bytes(problem) *
+      problem.accumulator_bytes() *
       fold_size(
           problem.direction, problem.D(), plan.vector, plan.columns, plan.rows);
 
@@ -443,7 +434,7 @@ std::optional<Plan> plan_two_pass(
   const int64_t partials =
       forward ? problem.G + plan.column_tiles - 1 : problem.C;
   plan.workspace_bytes = static_cast<size_t>(
-      (forward ? 4 : 2) * accumulator_bytes(problem) * problem.N *
+      (forward ? 4 : 2) * problem.accumulator_bytes() * problem.N *
       (plan.splits * partials + problem.G));
   return plan;
 }

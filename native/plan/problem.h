@@ -61,6 +61,13 @@ struct Problem {
   constexpr int64_t bytes() const {
     return numel() * size_of(dtype);
   }
+  // Of the type that sums are kept in.
+  constexpr int64_t accumulator_bytes() const {
+    return dtype == DType::kDouble ? 8 : 4;
+  }
+  constexpr bool wants_parameters() const {
+    return direction == Direction::kBackward && (want_dgamma || want_dbeta);
+  }
 };
 
 enum class Scheme : uint8_t {

@@ -27,7 +27,7 @@ GN_OVERRIDE_HOST_DEVICE constexpr int channels_of_one_group(
 // Accumulators that the threads of a block fold their results in: (mean, M2) of
 // each thread's channels, merged as far as they are of one group, in columns of
 // an odd number of places; or two sums of each channel of half of the rows.
-GN_OVERRIDE_HOST_DEVICE constexpr int64_t
+constexpr int64_t
 fold_size(Direction direction, int64_t D, int vector, int columns, int rows) {
   return direction == Direction::kForward
       ? int64_t{2} * (vector / channels_of_one_group(D, vector)) * columns *
@@ -69,7 +69,7 @@ constexpr ResidentLayout
 resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   const bool forward = problem.direction == Direction::kForward;
   const int64_t element = size_of(problem.dtype);
-  const int64_t accumulator = problem.dtype == DType::kDouble ? 8 : 4;
+  const int64_t accumulator = problem.accumulator_bytes();
   const int64_t channels = int64_t{1} * plan.columns * plan.vector;
   const int64_t groups = channels / problem.D();
   // A block's results: in parts of a warp where several fold a group.

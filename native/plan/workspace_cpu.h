@@ -39,7 +39,7 @@ struct CPUWorkspace {
   int64_t bytes;
 
   CPUWorkspace(const Problem& problem, const Plan& plan)
-      : accumulator(problem.dtype == DType::kDouble ? 8 : 4),
+      : accumulator(problem.accumulator_bytes()),
         stride(padded(problem.C)),
         folded_stride(padded(problem.C * plan.fold)),
         samples_per_run(
