@@ -356,8 +356,8 @@ class Tokens(nn.Module):
         return F.group_norm(x.transpose(1, 2), GROUPS).transpose(1, 2).flatten(1)
 
 
-def test_artefacts_run_without_the_package(tmp_path: Path) -> None:
-    """torch.export, before and after decomposition, and AOTInductor's package."""
+def test_exported_programs_run_without_the_package(tmp_path: Path) -> None:
+    """torch.export, before and after decomposition."""
     block = Block().to(memory_format=torch.channels_last).eval().requires_grad_(False)
     x = lay_out(torch.randn(2, 4, 9, 7), "channels_last")
     program = torch.export.export(block, (x,))
@@ -371,25 +371,54 @@ def test_artefacts_run_without_the_package(tmp_path: Path) -> None:
     ):
         targets = {n.target for n in exported.graph.nodes if n.op == "call_function"}
         assert all(t is operator.getitem or t.namespace == "aten" for t in targets), targets
-        torch.export.save(exported, tmp_path / f"{name}.program.pt2")
-        torch.save((input, module(input)), tmp_path / f"{name}.program.pt")
-    package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "package.pt2")
-    )
-    with expect_calls("cpu", None, None):
-        torch._inductor.aoti_load_package(package)(x)
-    torch.save((x, block(x)), tmp_path / "package.pt")
+        torch.export.save(exported, tmp_path / f"{name}.pt2")
+        torch.save((input, module(input)), tmp_path / f"{name}.pt")
     run_without_gn_override(
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "artefacts = sorted(Path(sys.argv[1]).glob('*.pt2'))\n"
-        "assert len(artefacts) == 4\n"
-        "for path in artefacts:\n"
-        "    if path.stem.endswith('.program'):\n"
-        "        run = torch.export.load(path).module()\n"
-        "    else:\n"
-        "        run = torch._inductor.aoti_load_package(str(path))\n"
+        "programs = sorted(Path(sys.argv[1]).glob('*.pt2'))\n"
+        "assert len(programs) == 3\n"
+        "for path in programs:\n"
         "    x, expected = torch.load(path.with_suffix('.pt'))\n"
-        "    torch.testing.assert_close(run(x), expected, rtol=1e-4, atol=1e-4)\n",
+        "    y = torch.export.load(path).module()(x)\n"
+        "    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)\n",
         str(tmp_path),
+    )
+
+
+def skip_unless_packages_load() -> None:
+    """Skips where stock alone crashes on an AOTInductor package: loading one is native code."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import torch\n"
+            "program = torch.export.export(torch.nn.ReLU(), (torch.randn(4),))\n"
+            "package = torch._inductor.aoti_compile_and_package(program)\n"
+            "torch._inductor.aoti_load_package(package)(torch.randn(4))\n",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"stock cannot load its own packages here: exit status {done.returncode}")
+
+
+def test_aotinductor_package_runs_without_the_package(tmp_path: Path) -> None:
+    skip_unless_packages_load()
+    block = Block().to(memory_format=torch.channels_last).eval().requires_grad_(False)
+    x = lay_out(torch.randn(2, 4, 9, 7), "channels_last")
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(block, (x,)), package_path=str(tmp_path / "block.pt2")
+    )
+    with expect_calls("cpu", None, None):
+        torch._inductor.aoti_load_package(package)(x)
+    torch.save((x, block(x)), tmp_path / "block.pt")
+    run_without_gn_override(
+        "import sys, torch\n"
+        "x, expected = torch.load(sys.argv[2])\n"
+        "y = torch._inductor.aoti_load_package(sys.argv[1])(x)\n"
+        "torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)\n",
+        package,
+        str(tmp_path / "block.pt"),
     )

@@ -7,6 +7,7 @@ last tests compile native/plan without torch and CUDA and compare its answers.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -222,20 +223,22 @@ DRIVER = r"""
 using namespace gn_override;
 
 // Lines of: device backward dtype param_dtype N C HxW G channels_last alignment threads sm_count
-// compute_capability shared_memory_per_block l2_bytes; one answer a line.
+// compute_capability shared_memory_per_block clusters; one answer a line.
 int main() {
   int device, backward, dtype, param_dtype, channels_last;
   Problem p;
   Device d;
   while (std::cin >> device >> backward >> dtype >> param_dtype >> p.N >> p.C >> p.HxW >> p.G >>
          channels_last >> p.alignment >> d.threads >> d.sm_count >> d.compute_capability >>
-         d.shared_memory_per_block >> d.l2_bytes) {
+         d.shared_memory_per_block) {
+    for (size_t size = 1; size < d.clusters.size(); ++size) {
+      std::cin >> d.clusters[size];
+    }
     p.device = static_cast<DeviceType>(device);
     p.direction = static_cast<Direction>(backward);
     p.dtype = static_cast<DType>(dtype);
     p.param_dtype = static_cast<DType>(param_dtype);
     p.channels_last = channels_last;
-    d.clusters = {d.sm_count, 66, 30, 15, 7};  // an H200's
     const Plan plan = make_plan(p, d);
     if (!(plan == make_plan(p, d))) {
       return 1;
@@ -267,22 +270,13 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "driver"
 
 
-def device_figures() -> list[int]:
-    """threads and the GPU's figures as explain_shape() takes them: this GPU's, or an H200's."""
-    figures = [torch.get_num_threads(), 132, 90, 232448, 62914560]
-    if "current GPU" in explain(KERNEL_CASES[0], "cuda", False)["device"]:
-        gpu = torch.cuda.get_device_properties(0)
-        figures[1:] = [
-            gpu.multi_processor_count,
-            10 * gpu.major + gpu.minor,
-            gpu.shared_memory_per_block_optin,
-            gpu.L2_cache_size,
-        ]
-    return figures
+def device_figures(device_type: str) -> list[str]:
+    """What explain_shape() plans for: this machine, or an H200 where there is no GPU."""
+    return re.findall(r"\d+", explain(KERNEL_CASES[0], device_type, False)["machine"])
 
 
 def ask(planner: Path, device_type: str, questions: list[tuple[Case, bool, str, int]]) -> list:
-    figures = device_figures()
+    figures = device_figures(device_type)
     lines = [
         [
             int(device_type == "cuda"),
@@ -295,7 +289,7 @@ def ask(planner: Path, device_type: str, questions: list[tuple[Case, bool, str, 
             case.G,
             int(not case.one_layout),
             alignment,
-            *(figures if device_type == "cuda" else [figures[0], 0, 0, 0, 0]),
+            *figures,
         ]
         for case, backward, dtype, alignment in questions
     ]

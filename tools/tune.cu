@@ -161,7 +161,6 @@ Device current_device() {
       attribute(cudaDevAttrComputeCapabilityMinor);
   device.shared_memory_per_block =
       attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  device.l2_bytes = attribute(cudaDevAttrL2CacheSize);
   CHECK(count_clusters(device.clusters));
   return device;
 }
@@ -181,7 +180,7 @@ std::vector<Plan> plans_of(const Problem& problem, Device device) {
   add(Scheme::kTwoPass, 0, 0, 0);
   for (int columns = 1; columns <= 512; ++columns) {
     for (const int threads : {256, 512}) {
-      for (const int cluster : {1, 2, 4, 8, 16}) {
+      for (int cluster = 1; cluster <= 16; ++cluster) {
         add(Scheme::kResident, columns, cluster, threads);
       }
     }

@@ -3,6 +3,7 @@
     python tools/tune.py --output tune-h200                # the kernel table's shapes
     python tools/tune.py --only rn2,sd15                   # some of them
     python tools/tune.py --only "" --random 70 --seed 1    # shapes as models have them
+    python tools/tune.py --only "" --shapes 8x129x56x56:43:float32,1x320x64x64:32:bfloat16
 
 Builds tools/tune.cu with nvcc (half a minute on 16 cores) and times, for each shape and
 direction, all slice widths, cluster sizes, threads and samples of a wave that fit, and two passes:
@@ -53,6 +54,12 @@ def random_cases(count: int, seed: int) -> list[Case]:
         if 2e5 < case.numel * getattr(torch, dtype).itemsize < 3e8:
             cases.append(case)
     return cases
+
+
+def parse_shape(text: str) -> Case:
+    """NxCx...:G:dtype, say 2x320x64x64:32:bfloat16."""
+    shape, groups, dtype = text.split(":")
+    return Case(text, tuple(map(int, shape.split("x"))), int(groups), dtype)
 
 
 def nvcc() -> str:
@@ -149,6 +156,7 @@ def summary(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default=None, help="comma-separated names of cases; '' for none")
+    parser.add_argument("--shapes", default="", help="comma-separated NxCx...:G:dtype, too")
     parser.add_argument("--random", type=int, default=0, help="so many random shapes too")
     parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
     parser.add_argument(
@@ -162,6 +170,7 @@ def main() -> None:
         parser.exit(1, "tools/tune.py needs a CUDA GPU\n")
     names = None if arguments.only is None else arguments.only.split(",")
     cases = [case for case in KERNEL_CASES if names is None or case.name in names]
+    cases += [parse_shape(text) for text in arguments.shapes.split(",") if text]
     cases = [case for case in cases if case.dtype in DTYPES]
     cases += random_cases(arguments.random, arguments.seed)
     if not cases:

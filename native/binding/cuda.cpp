@@ -48,7 +48,6 @@ const Device& cuda_device(int index) {
         attribute(cudaDevAttrComputeCapabilityMinor, index);
     device.shared_memory_per_block =
         attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-    device.l2_bytes = attribute(cudaDevAttrL2CacheSize, index);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
     C10_CUDA_CHECK(count_clusters(device.clusters));
   });

@@ -21,25 +21,22 @@ struct GradientSums {
   Acc ds[kVector] = {};
   Acc db[kVector] = {};
 
-  // Adds the first `valid` of kPixels pixels. Sums a batch before it joins the
-  // total: fewer additions at the total's magnitude, so less rounding.
+  // Sums a batch before it joins the total: fewer additions at the total's
+  // magnitude, so less rounding.
   template <int kPixels>
   __device__ void add(
       const Vector<T, kVector> (&dy)[kPixels],
       const Vector<T, kVector> (&x)[kPixels],
-      const Acc (&mean)[kVector],
-      int valid = kPixels) {
+      const Acc (&mean)[kVector]) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      Acc batch_ds = 0;
-      Acc batch_db = 0;
+      Acc batch_db = widen(dy[0].channel[j]);
+      Acc batch_ds = batch_db * (widen(x[0].channel[j]) - mean[j]);
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (i < valid) {
-          const Acc g = widen(dy[i].channel[j]);
-          batch_ds += g * (widen(x[i].channel[j]) - mean[j]);
-          batch_db += g;
-        }
+      for (int i = 1; i < kPixels; ++i) {
+        const Acc g = widen(dy[i].channel[j]);
+        batch_ds += g * (widen(x[i].channel[j]) - mean[j]);
+        batch_db += g;
       }
       ds[j] += batch_ds;
       db[j] += batch_db;
@@ -57,17 +54,16 @@ struct InputGradient {
   Acc of_X[kVector];
   Acc constant[kVector];
 
-  // read(gamma) fills in that of the thread's channels, which start at
-  // `channel`; moments_of(group) is (mean, rstd) and coefficients_of(group)
+  // gamma is that of the thread's channels, which start at `channel`;
+  // moments_of(group) is (mean, rstd) and coefficients_of(group)
   // (c, c_xhat) = s * (sum gamma dY, sum gamma dY xhat).
-  template <typename Read, typename MomentsOf, typename CoefficientsOf>
+  template <typename MomentsOf, typename CoefficientsOf>
   __device__ InputGradient(
       const Shape& shape,
       int channel,
-      Read read,
+      const Acc (&gamma)[kVector],
       MomentsOf moments_of,
       CoefficientsOf coefficients_of) {
-    read(of_dY);
     struct OfGroup {
       Pair<Acc> moment;
       Pair<Acc> coefficient;
@@ -81,7 +77,7 @@ struct InputGradient {
         [&](int j, const OfGroup& group) {
           const Acc rstd = group.moment.second;
           mean[j] = group.moment.first;
-          of_dY[j] *= rstd;
+          of_dY[j] = gamma[j] * rstd;
           of_X[j] = -rstd * rstd * group.coefficient.second;
           constant[j] = -rstd * group.coefficient.first;
           if constexpr (kFoldsMean<T>) {
@@ -120,6 +116,9 @@ __device__ __forceinline__ void read_moments(
         rstd[j] = moment.second;
       });
 }
+
+// Rows that a lane reads at once while it folds a channel.
+constexpr int kHeldRows = 4;
 
 // Adds up the sums of a block's threads over its rows and calls
 // emit(channel of the tile, (sum dY xhat, sum dY)) once for each channel.
@@ -167,10 +166,22 @@ __device__ __forceinline__ void fold_rows(
     const int column = item - j * columns;
     auto ds = CompensatedSum<Acc>::zero();
     auto db = CompensatedSum<Acc>::zero();
-    for (int row = lane; row < half; row += lanes) {
-      const Pair<Acc> sum = shared[j * plane + row * columns + column];
-      ds.add(sum.first);
-      db.add(sum.second);
+    const Pair<Acc>* const of_channel = shared + j * plane + column;
+    for (int first = lane; first < half; first += kHeldRows * lanes) {
+      Pair<Acc> held[kHeldRows];
+#pragma unroll
+      for (int i = 0; i < kHeldRows; ++i) {
+        const int row = first + i * lanes;
+        held[i] = of_channel[min(row, half - 1) * columns];
+        if (row >= half) {
+          held[i] = {0, 0};
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kHeldRows; ++i) {
+        ds.add(held[i].first);
+        db.add(held[i].second);
+      }
     }
     Acc sums_of_lanes[4] = {ds.sum, ds.lost, db.sum, db.lost};
     sum_lanes(sums_of_lanes, lanes);

@@ -1,7 +1,8 @@
 // Means and centred sums of squares of a tile, without cancellation.
 //
-// Variance is never E[x^2] - m^2: partial results are (mean, M2) with known
-// counts, merged by Chan's formula,
+// Variance is never E[x^2] - m^2: a thread's squares are of deviations from one
+// of its pixels; partial results are (mean, M2) with known counts, merged by
+// Chan's formula,
 //   delta = m_b - m_a, n = n_a + n_b,
 //   m = m_a + delta n_b / n, M2 = M2_a + M2_b + delta^2 n_a n_b / n
 // (Chan, Golub, LeVeque 1983), or, where all partials are at hand, by
@@ -16,59 +17,52 @@
 
 namespace gn_override {
 
-// The (mean, M2) of kVector channels over the pixels seen so far.
+// The moments of kVector channels over the pixels seen so far: sums of
+// deviations from the first pixel, of their squares, and after finish() the
+// (mean, M2). The first pixel is one of those it stands for: if they are n, it
+// is within sqrt(n) deviations of their mean, so little cancels.
 template <typename T, int kVector>
 struct ChannelMoments {
   using Acc = Accumulator<T>;
-  // Where the mean's own rounding would show in the result, `mean` is kept
-  // relative to the first pixel until finish().
   Acc pivot[kVector] = {};
-  Acc mean[kVector] = {};
-  Acc M2[kVector] = {};
+  Acc mean[kVector] = {}; // until finish(): sum d, where d = x - pivot
+  Acc M2[kVector] = {}; // until finish(): sum d^2
   int count = 0;
 
-  // Adds the first `valid` of kPixels pixels: with d = x - mean and n the count
-  // after them,
-  //   mean += sum d / n,   M2 += sum d^2 - (sum d)^2 / n
-  // which is Chan's formula for a batch that is centred on the mean so far. The
-  // very first batch is centred on its first pixel.
+  // Sums a batch before it joins the total: fewer additions at the total's
+  // magnitude, so less rounding.
   template <int kPixels>
-  __device__ void add(
-      const Vector<T, kVector> (&pixel)[kPixels],
-      int valid = kPixels) {
+  __device__ void add(const Vector<T, kVector> (&pixel)[kPixels]) {
     if (count == 0) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        (kFoldsMean<T> ? mean[j] : pivot[j]) = widen(pixel[0].channel[j]);
+        pivot[j] = widen(pixel[0].channel[j]);
       }
     }
-    count += valid;
-    const Acc per_count = reciprocal(static_cast<Acc>(count));
+    count += kPixels;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      Acc sum = 0;
-      Acc square = 0;
+      Acc sum = widen(pixel[0].channel[j]) - pivot[j];
+      Acc square = sum * sum;
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        const Acc x = widen(pixel[i].channel[j]);
-        const Acc d = (kFoldsMean<T> ? x : x - pivot[j]) - mean[j];
-        if (i < valid) {
-          sum += d;
-          square += d * d;
-        }
+      for (int i = 1; i < kPixels; ++i) {
+        const Acc d = widen(pixel[i].channel[j]) - pivot[j];
+        sum += d;
+        square += d * d;
       }
-      const Acc shift = sum * per_count;
-      mean[j] += shift;
-      M2[j] += square - sum * shift;
+      mean[j] += sum;
+      M2[j] += square;
     }
   }
 
+  // mean = pivot + sum d / n, M2 = sum d^2 - (sum d)^2 / n
   __device__ void finish() {
-    if constexpr (!kFoldsMean<T>) {
+    const Acc per_count = count > 0 ? reciprocal(static_cast<Acc>(count)) : 0;
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        mean[j] += pivot[j];
-      }
+    for (int j = 0; j < kVector; ++j) {
+      const Acc sum = mean[j];
+      M2[j] -= sum * sum * per_count;
+      mean[j] = pivot[j] + sum * per_count;
     }
   }
 
@@ -126,11 +120,14 @@ struct DeviationSums {
 template <int kHeld, typename Acc, typename Read, typename Sum>
 __device__ __forceinline__ Moments<Acc>
 merge_moments(int first, int step, int parts, Read read, Sum sum) {
-  Moments<Acc> held[kHeld] = {};
+  Moments<Acc> held[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    if (first + i * step < parts) {
-      held[i] = read(first + i * step);
+    const int part = first + i * step;
+    held[i] = read(min(part, parts - 1)); // no branch: all reads at once
+    if (part >= parts) {
+      held[i].second = 0;
+      held[i].count = 0;
     }
   }
   Acc totals[2] = {0, 0}; // of n_i, n_i m_i
@@ -178,20 +175,21 @@ struct Normalization {
   Acc scale[kVector];
   Acc shift[kVector];
 
-  // read(gamma, beta) fills in those of the thread's channels, which start at
+  // gamma and beta are those of the thread's channels, which start at
   // `channel`; moments_of(group) has rstd as its second.
-  template <typename Read, typename MomentsOf>
+  template <typename MomentsOf>
   __device__ Normalization(
       const Shape& shape,
       int channel,
-      Read read,
+      const Acc (&gamma)[kVector],
+      const Acc (&beta)[kVector],
       MomentsOf moments_of) {
-    read(scale, shift);
     for_each_channel<kVector>(
         shape, channel, moments_of, [&](int j, const Moments<Acc>& moment) {
           mean[j] = moment.mean;
-          scale[j] *= moment.second;
-          shift[j] -= (kFoldsMean<T> ? moment.mean : moment.low) * scale[j];
+          scale[j] = gamma[j] * moment.second;
+          shift[j] =
+              beta[j] - (kFoldsMean<T> ? moment.mean : moment.low) * scale[j];
         });
   }
 

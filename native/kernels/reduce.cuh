@@ -74,28 +74,32 @@ struct CompensatedSum {
   }
 };
 
-// The threads that share one sum: a warp, or the whole block.
+// The threads that share one sum: `lanes`, a power of two of neighbours in a
+// warp, or the whole block.
 template <bool kBlock>
 struct Team {
-  static __device__ int rank() {
-    return kBlock ? threadIdx.x : threadIdx.x % kWarpSize;
+  int lanes;
+
+  __device__ explicit Team(int lanes) : lanes(lanes) {}
+
+  __device__ int rank() const {
+    return kBlock ? threadIdx.x : threadIdx.x & (lanes - 1);
   }
-  static __device__ int size() {
-    return kBlock ? blockDim.x : kWarpSize;
+  __device__ int size() const {
+    return kBlock ? blockDim.x : lanes;
   }
-  // Teams of the grid, and which of them this is.
-  static __device__ int64_t index() {
+  // Which team of the grid this is.
+  __device__ int64_t index() const {
     return kBlock
         ? blockIdx.x
-        : (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) /
-            kWarpSize;
+        : (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / lanes;
   }
 
   // Every thread of the team gets the sums. All threads of the block must call,
   // and the block is whole warps.
   template <typename Acc, int kSums>
-  static __device__ void sum(Acc (&value)[kSums]) {
-    sum_lanes(value, kWarpSize);
+  __device__ void sum(Acc (&value)[kSums]) const {
+    sum_lanes(value, kBlock ? kWarpSize : lanes);
     if constexpr (kBlock) {
       __shared__ Acc of_warp[kWarpSize][kSums];
       __syncthreads(); // an earlier sum's readers are done

@@ -115,7 +115,8 @@ __device__ __forceinline__ Exchange<kWholeChip, Value> exchange_of(
 
 // -- forward -----------------------------------------------------------------
 
-// of_chip[n][g][split]: for the exchange of the whole chip.
+// per_group is 1 / (HxW D). of_chip[n][g][split]: for the exchange of the whole
+// chip.
 template <typename T, int kVector, bool kWholeChip>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
@@ -125,6 +126,7 @@ __global__ void __launch_bounds__(
         Tiling tiling,
         ResidentLayout layout,
         Waves waves,
+        Accumulator<T> per_group,
         Accumulator<T> eps,
         const T* __restrict__ X,
         ParameterIn<T> gamma,
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(
       exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
 
   allow_next_kernel();
-  exchange.begin(item.groups * item.parts);
+  exchange.begin(item.groups * item.parts); // fences: before any copy
   ParameterCopy<T> gammas(gamma, 1, item.channels);
   ParameterCopy<T> betas(beta, 0, item.channels);
   gammas.fetch(item.first_channel);
@@ -158,13 +160,14 @@ __global__ void __launch_bounds__(
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
   const auto copy_from = [&](int64_t from) {
-    return [=, &slab](int batch, int valid, int place) {
-      const T* const pixel = X + from + batch * kPixels * step;
+    return [=, &slab](int first, int place, auto pixels) {
+      const T* pixel = X + from + first * step;
+      auto* to = slab.at(place);
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (i < valid) {
-          copy_async(slab.at(place + i), pixel + i * step);
-        }
+      for (int i = 0; i < decltype(pixels)::value; ++i) {
+        copy_async(to, pixel);
+        pixel += step;
+        to += blockDim.x;
       }
     };
   };
@@ -180,10 +183,10 @@ __global__ void __launch_bounds__(
     const bool exists = !kWholeChip || at.n < shape.N;
     ChannelMoments<T, kVector> moments;
     if (exists) {
-      ring.read(copy_from(offset), [&](int, int valid, int place) {
-        Vector<T, kVector> pixel[kPixels];
-        slab.read(place, valid, pixel);
-        moments.add(pixel, valid);
+      ring.read(copy_from(offset), [&](int, int place, auto pixels) {
+        Vector<T, kVector> pixel[decltype(pixels)::value];
+        slab.read(place, pixel);
+        moments.add(pixel);
       });
     }
     exchange.ready();
@@ -203,6 +206,18 @@ __global__ void __launch_bounds__(
                 min(tiling.lanes_per_segment, kWarpSize));
           }
         });
+    // Ahead of the wait, so that it hides them.
+    Acc weight[kVector] = {};
+    Acc bias[kVector] = {};
+    if (at.active) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const Pair<Acc> both =
+            parameters[j * tiling.columns.divisor() + at.column];
+        weight[j] = both.first;
+        bias[j] = both.second;
+      }
+    }
     exchange.wait();
 
     const int lanes = min(tiling.lanes_per_exchange, kWarpSize);
@@ -214,8 +229,7 @@ __global__ void __launch_bounds__(
               item.parts,
               [&](int i) { return exchange.slots[g * item.parts + i]; },
               [&](auto& sums) { sum_lanes(sums, lanes); });
-          of_group.second =
-              reciprocal_sqrt(of_group.second / of_group.count + eps);
+          of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
           if (lane == 0 && valid) {
             total[g] = of_group;
             if (at.split == 0) {
@@ -234,31 +248,21 @@ __global__ void __launch_bounds__(
 
     if (at.active && exists) {
       const Normalization<T, kVector> normalized(
-          shape,
-          at.channel,
-          [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
-#pragma unroll
-            for (int j = 0; j < kVector; ++j) {
-              const Pair<Acc> both =
-                  parameters[j * tiling.columns.divisor() + at.column];
-              weight[j] = both.first;
-              bias[j] = both.second;
-            }
-          },
-          [&](int group) { return total[group - item.first_group]; });
+          shape, at.channel, weight, bias, [&](int group) {
+            return total[group - item.first_group];
+          });
       ring.write(
           next_exists,
           copy_from(offset),
           copy_from(next_offset),
-          [&](int batch, int valid, int place) {
-            Vector<T, kVector> pixel[kPixels];
-            slab.read(place, valid, pixel);
-            T* const out = Y + offset + batch * kPixels * step;
+          [&](int first, int place, auto pixels) {
+            Vector<T, kVector> pixel[decltype(pixels)::value];
+            slab.read(place, pixel);
+            T* out = Y + offset + first * step;
 #pragma unroll
-            for (int i = 0; i < kPixels; ++i) {
-              if (i < valid) {
-                store(out + i * step, normalized(pixel[i]));
-              }
+            for (int i = 0; i < decltype(pixels)::value; ++i) {
+              store(out, normalized(pixel[i]));
+              out += step;
             }
           });
     }
@@ -277,8 +281,7 @@ __global__ void __launch_bounds__(
 // -- backward ----------------------------------------------------------------
 
 // dX unless it is null, and sums[n][split][c] = (sum dY xhat, sum dY) for
-// parameter_gradients unless `sums` is null. of_chip[n][g][split]: for the
-// exchange of the whole chip.
+// parameter_gradients unless `sums` is null. per_group and of_chip: as forward.
 template <typename T, int kVector, bool kWholeChip>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
@@ -288,6 +291,7 @@ __global__ void __launch_bounds__(
         Tiling tiling,
         ResidentLayout layout,
         Waves waves,
+        Accumulator<T> per_group,
         const T* __restrict__ dY,
         const T* __restrict__ X,
         ParameterIn<T> mean_in,
@@ -311,7 +315,7 @@ __global__ void __launch_bounds__(
       exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
 
   allow_next_kernel();
-  exchange.begin(item.groups * item.parts);
+  exchange.begin(item.groups * item.parts); // fences: before any copy
   ParameterCopy<T> gammas(gamma, 1, item.channels);
   ParameterCopy<T> means(mean_in, 0, item.groups);
   ParameterCopy<T> rstds(rstd_in, 1, item.groups);
@@ -325,14 +329,19 @@ __global__ void __launch_bounds__(
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
   const auto copy_from = [&](int64_t from) {
-    return [=, &slab_dY, &slab_X](int batch, int valid, int place) {
-      const int64_t pixel = from + batch * kPixels * step;
+    return [=, &slab_dY, &slab_X](int first, int place, auto pixels) {
+      const T* dy = dY + from + first * step;
+      const T* x = X + from + first * step;
+      auto* to_dY = slab_dY.at(place);
+      auto* to_X = slab_X.at(place);
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (i < valid) {
-          copy_async(slab_dY.at(place + i), dY + pixel + i * step);
-          copy_async(slab_X.at(place + i), X + pixel + i * step);
-        }
+      for (int i = 0; i < decltype(pixels)::value; ++i) {
+        copy_async(to_dY, dy);
+        copy_async(to_X, x);
+        dy += step;
+        x += step;
+        to_dY += blockDim.x;
+        to_X += blockDim.x;
       }
     };
   };
@@ -355,12 +364,12 @@ __global__ void __launch_bounds__(
       Acc mean[kVector];
       Acc rstd[kVector];
       read_moments(shape, at.channel, moments_of, mean, rstd);
-      ring.read(copy_from(offset), [&](int, int valid, int place) {
-        Vector<T, kVector> dy[kPixels];
-        Vector<T, kVector> x[kPixels];
-        slab_dY.read(place, valid, dy);
-        slab_X.read(place, valid, x);
-        of_thread.add(dy, x, mean, valid);
+      ring.read(copy_from(offset), [&](int, int place, auto pixels) {
+        Vector<T, kVector> dy[decltype(pixels)::value];
+        Vector<T, kVector> x[decltype(pixels)::value];
+        slab_dY.read(place, dy);
+        slab_X.read(place, x);
+        of_thread.add(dy, x, mean);
       });
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -405,9 +414,16 @@ __global__ void __launch_bounds__(
                 min(of_group, kWarpSize));
           }
         });
+    // Ahead of the wait, so that it hides them.
+    Acc weight[kVector] = {};
+    if (at.active) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        weight[j] = weights[j * tiling.columns.divisor() + at.column];
+      }
+    }
     exchange.wait();
 
-    const Acc items = static_cast<Acc>(shape.HxW) * D;
     const int lanes = min(tiling.lanes_per_exchange, kWarpSize);
     for_each_run(
         exists ? item.groups : 0, lanes, [&](int g, int lane, bool valid) {
@@ -420,7 +436,7 @@ __global__ void __launch_bounds__(
           }
           sum_lanes(sum, lanes);
           if (lane == 0 && valid) {
-            total[g] = {sum[1] / items, sum[0] / items};
+            total[g] = {sum[1] * per_group, sum[0] * per_group};
           }
         });
     __syncthreads();
@@ -437,34 +453,26 @@ __global__ void __launch_bounds__(
 
     if (at.active && exists) {
       const InputGradient<T, kVector> gradient(
-          shape,
-          at.channel,
-          [&](Acc(&weight)[kVector]) {
-#pragma unroll
-            for (int j = 0; j < kVector; ++j) {
-              weight[j] = weights[j * tiling.columns.divisor() + at.column];
-            }
-          },
-          moments_of,
-          [&](int group) { return total[group - item.first_group]; });
+          shape, at.channel, weight, moments_of, [&](int group) {
+            return total[group - item.first_group];
+          });
       ring.write(
           next_exists,
           copy_from(offset),
           copy_from(next_offset),
-          [&](int batch, int valid, int place) {
+          [&](int first, int place, auto pixels) {
             if (dX == nullptr) {
               return;
             }
-            Vector<T, kVector> dy[kPixels];
-            Vector<T, kVector> x[kPixels];
-            slab_dY.read(place, valid, dy);
-            slab_X.read(place, valid, x);
-            T* const out = dX + offset + batch * kPixels * step;
+            Vector<T, kVector> dy[decltype(pixels)::value];
+            Vector<T, kVector> x[decltype(pixels)::value];
+            slab_dY.read(place, dy);
+            slab_X.read(place, x);
+            T* out = dX + offset + first * step;
 #pragma unroll
-            for (int i = 0; i < kPixels; ++i) {
-              if (i < valid) {
-                store(out + i * step, gradient(dy[i], x[i]));
-              }
+            for (int i = 0; i < decltype(pixels)::value; ++i) {
+              store(out, gradient(dy[i], x[i]));
+              out += step;
             }
           });
     }

@@ -55,13 +55,14 @@ struct Slab {
     return vectors + i * blockDim.x;
   }
 
-  // The `valid` pixels from `first` on; what follows repeats the last.
+  // The pixels from `first` on.
   template <int kPixels>
-  __device__ void
-  read(int first, int valid, Vector<T, kVector> (&pixel)[kPixels]) const {
+  __device__ void read(int first, Vector<T, kVector> (&pixel)[kPixels]) const {
+    const Vector<T, kVector>* from = at(first);
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
-      pixel[i] = *at(first + min(i, valid - 1));
+      pixel[i] = *from;
+      from += blockDim.x;
     }
   }
 };
@@ -79,8 +80,9 @@ struct Slab {
 // With kKeepsAll each batch has a place of its own, and there is one wave.
 //
 // Callers give
-//   copy(batch, valid, place)   starts the copies of `valid` pixels to a place
-//   use(batch, valid, place)    uses them
+//   copy(first, place, Pixels<n>())   starts the copies of n of the thread's
+//                                     pixels to a place
+//   use(first, place, Pixels<n>())    uses them
 template <int kPixels, int kAhead, bool kKeepsAll>
 struct Ring {
   FastDivisor places; // at least kAhead, or enough for all batches
@@ -95,8 +97,18 @@ struct Ring {
         count(count),
         batches((count + kPixels - 1) / kPixels) {}
 
-  __device__ int valid(int batch) const {
-    return min(kPixels, count - batch * kPixels);
+  // Calls f for the pixels of a batch.
+  template <typename F>
+  __device__ void of_batch(int batch, bool from_end, F f) const {
+    const int first = batch * kPixels;
+    const int to = place(batch, from_end);
+    if (count - first >= kPixels) {
+      f(first, to, Pixels<kPixels>());
+    } else {
+      for_each_run_of_pixels<kPixels / 2>(
+          count - first,
+          [&](int i, auto pixels) { f(first + i, to + i, pixels); });
+    }
   }
 
   // As the index of its first pixel.
@@ -114,7 +126,7 @@ struct Ring {
 #pragma unroll
     for (int batch = 0; batch < kAhead; ++batch) {
       if (batch < batches) {
-        copy(batch, valid(batch), place(batch, reversed));
+        of_batch(batch, reversed, copy);
       }
       end_batch();
     }
@@ -125,10 +137,10 @@ struct Ring {
 #pragma unroll 1
     for (int batch = 0; batch < batches; ++batch) {
       wait_for_copies<kAhead - 1>();
-      use(batch, valid(batch), place(batch, reversed));
+      of_batch(batch, reversed, use);
       const int ahead = batch + kAhead;
       if (ahead < batches) {
-        copy(ahead, valid(ahead), place(ahead, reversed));
+        of_batch(ahead, reversed, copy);
       }
       end_batch();
     }
@@ -145,7 +157,7 @@ struct Ring {
          --batch) {
       wait_for_copies<kAhead - 1>();
       if (batch < batches) {
-        use(batch, valid(batch), place(batch, reversed));
+        of_batch(batch, reversed, use);
       }
       if constexpr (kKeepsAll) {
         continue;
@@ -153,9 +165,9 @@ struct Ring {
       const int again = batch - kAhead;
       const int next = kAhead - 1 - batch;
       if (again >= 0 && again < overwritten) {
-        copy(again, valid(again), place(again, reversed));
+        of_batch(again, reversed, copy);
       } else if (has_next && next >= 0 && next < batches) {
-        copy_next(next, valid(next), place(next, !reversed));
+        of_batch(next, !reversed, copy_next);
       }
       end_batch();
     }

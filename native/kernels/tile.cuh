@@ -7,7 +7,9 @@
 // of the walk.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "native/kernels/fast_divisor.cuh"
 #include "native/kernels/reduce.cuh"
@@ -15,10 +17,13 @@
 namespace gn_override {
 
 constexpr int kMaxThreads = 256;
-// Pixels that a thread loads before it uses the first.
-constexpr int kBatch = 4;
-// The same where a pixel is a vector of X and one of dY.
-constexpr int kBatchOfPairs = 2;
+// Pixels that a thread loads before it uses the first: 64 bytes, or as many as
+// are worth their registers. Half as many where a pixel is a vector of X and
+// one of dY.
+template <typename T, int kVector>
+constexpr int kBatch = std::min(64 / static_cast<int>(sizeof(T) * kVector), 16);
+template <typename T, int kVector>
+constexpr int kBatchOfPairs = kBatch<T, kVector> / 2;
 // Blocks of kMaxThreads that shall fit a multiprocessor: with the batches
 // above, what is in flight covers the latency of memory.
 template <typename T>
@@ -126,6 +131,22 @@ __device__ __forceinline__ int pixels_of_thread(
     const Tiling& tiling,
     const Position& at) {
   return at.active ? PixelsOfRow(tiling, at.pixels).of(at.row) : 0;
+}
+
+// Calls f(first, Pixels<n>()) for runs of n of the pixels 0, ..., count - 1:
+// n is kMost while so many are left, then half of that, and so on.
+template <int n>
+using Pixels = std::integral_constant<int, n>;
+template <int kMost, typename F>
+__device__ __forceinline__ void
+for_each_run_of_pixels(int count, F f, int first = 0) {
+#pragma unroll 1
+  for (; count - first >= kMost; first += kMost) {
+    f(first, Pixels<kMost>());
+  }
+  if constexpr (kMost > 1) {
+    for_each_run_of_pixels<kMost / 2>(count, f, first);
+  }
 }
 
 // Calls f(j, of_group(the group of channel + j)) for each of a thread's

@@ -38,23 +38,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   ChannelMoments<T, kVector> moments;
   if (at.active) {
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-    const T* address = X + at.offset(shape);
-    int left = pixels_of_thread(tiling, at);
-    for (; left >= kBatch; left -= kBatch) {
-      Vector<T, kVector> pixel[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        pixel[i] = load<Reuse::kKeep, T, kVector>(address + i * step);
-      }
-      address += kBatch * step;
-      moments.add(pixel);
-    }
-    for (; left > 0; --left) {
-      const Vector<T, kVector> pixel[1] = {
-          load<Reuse::kKeep, T, kVector>(address)};
-      address += step;
-      moments.add(pixel);
-    }
+    const T* const address = X + at.offset(shape);
+    for_each_run_of_pixels<kBatch<T, kVector>>(
+        pixels_of_thread(tiling, at), [&](int first, auto pixels) {
+          Vector<T, kVector> pixel[decltype(pixels)::value];
+          load_pixels<Reuse::kKeep>(address + first * step, step, pixel);
+          moments.add(pixel);
+        });
   }
 
   extern __shared__ __align__(16) unsigned char shared[];
@@ -80,6 +70,7 @@ template <typename T, bool kBlock>
 __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     Shape shape,
     Tiling tiling,
+    int lanes,
     int vector,
     Accumulator<T> eps,
     const Moments<Accumulator<T>>* __restrict__ partial,
@@ -87,9 +78,9 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     ParameterOut<T> mean_out,
     ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
-  using Threads = Team<kBlock>;
+  const Team<kBlock> team(lanes);
   const int64_t teams = shape.N * shape.G;
-  const int64_t index = Threads::index();
+  const int64_t index = team.index();
   const bool idle = index >= teams; // stays for the sums
   const int64_t n = idle ? 0 : index / shape.G;
   const int group = idle ? 0 : static_cast<int>(index % shape.G);
@@ -106,18 +97,18 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   allow_next_kernel();
   wait_for_previous_kernel();
   Moments<Acc> of_group = merge_moments<1, Acc>(
-      Threads::rank(),
-      Threads::size(),
+      team.rank(),
+      team.size(),
       tiles * tiling.splits.divisor(),
       [&](int i) {
         const int split = i / tiles;
         return own[static_cast<int64_t>(split) * slots + i - split * tiles];
       },
-      [](auto& sums) { Threads::sum(sums); });
+      [&](auto& sums) { team.sum(sums); });
   const Acc total = static_cast<Acc>(shape.HxW) * shape.D.divisor();
   of_group.second = reciprocal_sqrt(of_group.second / total + eps);
 
-  if (!idle && Threads::rank() == 0) {
+  if (!idle && team.rank() == 0) {
     moments[index] = of_group;
     mean_out.set(index, of_group.mean);
     rstd_out.set(index, of_group.second);
@@ -143,33 +134,29 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   if (!at.active) {
     return;
   }
+  Acc weight[kVector];
+  Acc bias[kVector];
+  gamma.read(at.channel, 1, weight);
+  beta.read(at.channel, 0, bias);
   const Normalization<T, kVector> normalized(
-      shape,
-      at.channel,
-      [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
-        gamma.read(at.channel, 1, weight);
-        beta.read(at.channel, 0, bias);
-      },
-      [&](int group) { return moments[at.n * shape.G + group]; });
+      shape, at.channel, weight, bias, [&](int group) {
+        return moments[at.n * shape.G + group];
+      });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-  int64_t offset = at.offset(shape);
-  int left = pixels_of_thread(tiling, at);
-  for (; left >= kBatch; left -= kBatch) {
-    Vector<T, kVector> pixel[kBatch];
+  const int64_t offset = at.offset(shape);
+  for_each_run_of_pixels<kBatch<T, kVector>>(
+      pixels_of_thread(tiling, at), [&](int first, auto pixels) {
+        constexpr int kPixels = decltype(pixels)::value;
+        const int64_t from = offset + first * step;
+        Vector<T, kVector> pixel[kPixels];
+        load_pixels<Reuse::kStream>(X + from, step, pixel);
+        T* out = Y + from;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      pixel[i] = load<Reuse::kStream, T, kVector>(X + offset + i * step);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      store(Y + offset + i * step, normalized(pixel[i]));
-    }
-    offset += kBatch * step;
-  }
-  for (; left > 0; --left) {
-    store(Y + offset, normalized(load<Reuse::kStream, T, kVector>(X + offset)));
-    offset += step;
-  }
+        for (int i = 0; i < kPixels; ++i) {
+          store(out, normalized(pixel[i]));
+          out += step;
+        }
+      });
 }
 
 // -- backward ----------------------------------------------------------------
@@ -200,27 +187,16 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     };
     read_moments(shape, at.channel, moments_of, mean, rstd);
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-    int64_t offset = at.offset(shape);
-    int left = pixels_of_thread(tiling, at);
-    for (; left >= kBatchOfPairs; left -= kBatchOfPairs) {
-      Vector<T, kVector> dy[kBatchOfPairs];
-      Vector<T, kVector> x[kBatchOfPairs];
-#pragma unroll
-      for (int i = 0; i < kBatchOfPairs; ++i) {
-        dy[i] = load<Reuse::kKeep, T, kVector>(dY + offset + i * step);
-        x[i] = load<Reuse::kKeep, T, kVector>(X + offset + i * step);
-      }
-      total.add(dy, x, mean);
-      offset += kBatchOfPairs * step;
-    }
-    for (; left > 0; --left) {
-      const Vector<T, kVector> dy[1] = {
-          load<Reuse::kKeep, T, kVector>(dY + offset)};
-      const Vector<T, kVector> x[1] = {
-          load<Reuse::kKeep, T, kVector>(X + offset)};
-      total.add(dy, x, mean);
-      offset += step;
-    }
+    const int64_t offset = at.offset(shape);
+    for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
+        pixels_of_thread(tiling, at), [&](int first, auto pixels) {
+          const int64_t from = offset + first * step;
+          Vector<T, kVector> dy[decltype(pixels)::value];
+          Vector<T, kVector> x[decltype(pixels)::value];
+          load_pixels<Reuse::kKeep>(dY + from, step, dy);
+          load_pixels<Reuse::kKeep>(X + from, step, x);
+          total.add(dy, x, mean);
+        });
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       total.ds[j] *= rstd[j];
@@ -248,13 +224,14 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
 template <typename T, bool kBlock>
 __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
     Shape shape,
+    int lanes,
     int splits,
     const Pair<Accumulator<T>>* __restrict__ sums,
     ParameterIn<T> gamma,
     Pair<Accumulator<T>>* __restrict__ coefficients) {
   using Acc = Accumulator<T>;
-  using Threads = Team<kBlock>;
-  const int64_t index = Threads::index();
+  const Team<kBlock> team(lanes);
+  const int64_t index = team.index();
   const bool idle = index >= shape.N * shape.G; // stays for the sums
   const int64_t n = idle ? 0 : index / shape.G;
   const int first =
@@ -265,17 +242,16 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
   wait_for_previous_kernel();
   Acc sum[2] = {0, 0}; // of gamma dY, gamma dY xhat
   const int64_t items = static_cast<int64_t>(splits) * shape.D.divisor();
-  Walk walk(Threads::rank(), Threads::size(), shape.D.divisor());
-  for (int64_t i = Threads::rank(); i < items;
-       i += Threads::size(), walk.next()) {
+  Walk walk(team.rank(), team.size(), shape.D.divisor());
+  for (int64_t i = team.rank(); i < items; i += team.size(), walk.next()) {
     const Pair<Acc> of_channel =
         own[static_cast<int64_t>(walk.y) * shape.C + walk.x];
     const Acc weight = gamma.at(first + walk.x, 1);
     sum[0] += weight * of_channel.second;
     sum[1] += weight * of_channel.first;
   }
-  Threads::sum(sum);
-  if (!idle && Threads::rank() == 0) {
+  team.sum(sum);
+  if (!idle && team.rank() == 0) {
     const Acc count = static_cast<Acc>(shape.HxW) * shape.D.divisor();
     coefficients[index] = {sum[0] / count, sum[1] / count};
   }
@@ -302,40 +278,34 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   if (!at.active) {
     return;
   }
+  Acc weight[kVector];
+  gamma.read(at.channel, 1, weight);
   const InputGradient<T, kVector> gradient(
       shape,
       at.channel,
-      [&](Acc(&weight)[kVector]) { gamma.read(at.channel, 1, weight); },
+      weight,
       [&](int group) -> Pair<Acc> {
         const int64_t index = at.n * shape.G + group;
         return {mean_in.at(index, 0), rstd_in.at(index, 1)};
       },
       [&](int group) { return coefficients[at.n * shape.G + group]; });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-  int64_t offset = at.offset(shape);
-  int left = pixels_of_thread(tiling, at);
-  for (; left >= kBatchOfPairs; left -= kBatchOfPairs) {
-    Vector<T, kVector> dy[kBatchOfPairs];
-    Vector<T, kVector> x[kBatchOfPairs];
+  const int64_t offset = at.offset(shape);
+  for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
+      pixels_of_thread(tiling, at), [&](int first, auto pixels) {
+        constexpr int kPixels = decltype(pixels)::value;
+        const int64_t from = offset + first * step;
+        Vector<T, kVector> dy[kPixels];
+        Vector<T, kVector> x[kPixels];
+        load_pixels<Reuse::kStream>(dY + from, step, dy);
+        load_pixels<Reuse::kStream>(X + from, step, x);
+        T* out = dX + from;
 #pragma unroll
-    for (int i = 0; i < kBatchOfPairs; ++i) {
-      dy[i] = load<Reuse::kStream, T, kVector>(dY + offset + i * step);
-      x[i] = load<Reuse::kStream, T, kVector>(X + offset + i * step);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatchOfPairs; ++i) {
-      store(dX + offset + i * step, gradient(dy[i], x[i]));
-    }
-    offset += kBatchOfPairs * step;
-  }
-  for (; left > 0; --left) {
-    store(
-        dX + offset,
-        gradient(
-            load<Reuse::kStream, T, kVector>(dY + offset),
-            load<Reuse::kStream, T, kVector>(X + offset)));
-    offset += step;
-  }
+        for (int i = 0; i < kPixels; ++i) {
+          store(out, gradient(dy[i], x[i]));
+          out += step;
+        }
+      });
 }
 
 } // namespace gn_override

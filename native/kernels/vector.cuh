@@ -174,6 +174,19 @@ __device__ __forceinline__ Vector<T, kVector> load(const T* address) {
   return result;
 }
 
+// kPixels pixels, `step` elements apart.
+template <Reuse kReuse, typename T, int kVector, int kPixels>
+__device__ __forceinline__ void load_pixels(
+    const T* address,
+    int64_t step,
+    Vector<T, kVector> (&pixel)[kPixels]) {
+#pragma unroll
+  for (int i = 0; i < kPixels; ++i) {
+    pixel[i] = load<kReuse, T, kVector>(address);
+    address += step;
+  }
+}
+
 // Results are never read by our own kernels: always a streaming store.
 template <typename T, int kVector>
 __device__ __forceinline__ void store(
@@ -221,7 +234,7 @@ __device__ __forceinline__ double reciprocal(double value) {
 }
 
 __device__ __forceinline__ float reciprocal_sqrt(float value) {
-  return __frsqrt_rn(value);
+  return rsqrtf(value);
 }
 
 __device__ __forceinline__ double reciprocal_sqrt(double value) {

@@ -32,7 +32,7 @@ __global__ void occupy() {}
 
 } // namespace
 
-cudaError_t count_clusters(std::array<int, 5>& clusters) {
+cudaError_t count_clusters(ClusterCounts& clusters) {
   clusters = {};
   int device = 0;
   int multiprocessors = 0;
@@ -47,7 +47,7 @@ cudaError_t count_clusters(std::array<int, 5>& clusters) {
   get(multiprocessors, cudaDevAttrMultiProcessorCount);
   get(capability, cudaDevAttrComputeCapabilityMajor);
   get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  clusters[0] = multiprocessors;
+  clusters[1] = multiprocessors;
   if (error != cudaSuccess || capability < 9) {
     return error;
   }
@@ -57,23 +57,23 @@ cudaError_t count_clusters(std::array<int, 5>& clusters) {
     error = cudaFuncSetAttribute(
         occupy, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  for (size_t i = 1; i < clusters.size() && error == cudaSuccess; ++i) {
+  for (unsigned size = 2; size < clusters.size() && error == cudaSuccess;
+       ++size) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = 1u << i;
+    attribute.val.clusterDim.x = size;
     attribute.val.clusterDim.y = 1;
     attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(1u << i);
+    config.gridDim = dim3(size);
     config.blockDim = dim3(kWarpSize);
     config.dynamicSmemBytes = shared_bytes;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    if (cudaOccupancyMaxActiveClusters(&clusters[i], occupy, &config) !=
+    if (cudaOccupancyMaxActiveClusters(&clusters[size], occupy, &config) !=
         cudaSuccess) {
-      clusters[i] = 0; // larger than the device supports
+      clusters[size] = 0; // not supported
       cudaGetLastError();
-      break;
     }
   }
   return error;

@@ -24,6 +24,6 @@ cudaError_t launch_backward(
     cudaStream_t stream);
 
 // Device::clusters of the current device.
-cudaError_t count_clusters(std::array<int, 5>& clusters);
+cudaError_t count_clusters(ClusterCounts& clusters);
 
 } // namespace gn_override

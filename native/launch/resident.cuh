@@ -18,6 +18,7 @@ struct ResidentLaunch {
   Tiling tiling;
   ResidentLayout layout;
   Waves waves;
+  double per_group; // 1 / (HxW D)
 };
 
 inline ResidentLaunch resident_launch(
@@ -41,7 +42,8 @@ inline ResidentLaunch resident_launch(
       {static_cast<int>((problem.N + samples - 1) / samples),
        static_cast<int>(samples),
        FastDivisor(
-           static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch))}};
+           static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch))},
+      1 / static_cast<double>(problem.HxW * problem.D())};
 }
 
 // Calls f(vector width, whether the whole chip shares items).
@@ -70,6 +72,7 @@ cudaError_t resident_forward(
         launch.tiling,
         launch.layout,
         launch.waves,
+        static_cast<Acc>(launch.per_group),
         static_cast<Acc>(arguments.eps),
         static_cast<const T*>(arguments.X),
         ParameterIn<T>{arguments.gamma, is_float},
@@ -104,6 +107,7 @@ cudaError_t resident_backward(
             launch.tiling,
             launch.layout,
             launch.waves,
+            static_cast<Acc>(launch.per_group),
             static_cast<const T*>(arguments.dY),
             static_cast<const T*>(arguments.X),
             ParameterIn<T>{arguments.mean, is_float},

@@ -9,18 +9,23 @@
 
 namespace gn_override {
 
-// A warp for each (n, g) while it has no more items than this, else a block.
+// A warp, or part of one, for each (n, g) while it has no more items than this,
+// else a block.
 constexpr int64_t kItemsOfWarp = 4 * kWarpSize;
 
-// Calls f(kBlock, blocks) for teams of a block or of a warp.
+// Calls f(kBlock, lanes of a team, blocks) for teams that have `items` each.
 template <typename F>
 cudaError_t with_team(int64_t teams, int64_t items, F f) {
   if (items > kItemsOfWarp) {
-    return f(std::true_type(), static_cast<unsigned>(teams));
+    return f(std::true_type(), kWarpSize, static_cast<unsigned>(teams));
   }
-  constexpr int kWarps = kMaxThreads / kWarpSize;
+  const int lanes = static_cast<int>(std::bit_ceil(
+      static_cast<uint64_t>(std::min<int64_t>(items, kWarpSize))));
+  const int64_t of_block = kMaxThreads / lanes;
   return f(
-      std::false_type(), static_cast<unsigned>((teams + kWarps - 1) / kWarps));
+      std::false_type(),
+      lanes,
+      static_cast<unsigned>((teams + of_block - 1) / of_block));
 }
 
 template <typename T>
@@ -59,14 +64,15 @@ cudaError_t two_pass_forward(
   error = with_team(
       problem.N * problem.G,
       plan.splits * tiles_of_group,
-      [&](auto is_block, unsigned teams) {
+      [&](auto is_block, int lanes, unsigned team_blocks) {
         return launch_kernel<combine_statistics<T, is_block>>(
-            {.blocks = teams,
+            {.blocks = team_blocks,
              .threads = kMaxThreads,
              .overlaps_previous = true},
             stream,
             shape,
             tiling,
+            lanes,
             plan.vector,
             static_cast<Acc>(arguments.eps),
             static_cast<const Moments<Acc>*>(partial),
@@ -129,13 +135,14 @@ cudaError_t two_pass_backward(
     error = with_team(
         problem.N * problem.G,
         plan.splits * problem.D(),
-        [&](auto is_block, unsigned teams) {
+        [&](auto is_block, int lanes, unsigned team_blocks) {
           return launch_kernel<group_coefficients<T, is_block>>(
-              {.blocks = teams,
+              {.blocks = team_blocks,
                .threads = kMaxThreads,
                .overlaps_previous = true},
               stream,
               shape,
+              lanes,
               plan.splits,
               static_cast<const Pair<Acc>*>(sums),
               gamma,

@@ -93,6 +93,18 @@ std::string to_string(const Problem& problem) {
   return out;
 }
 
+std::string to_string(const Device& device) {
+  std::string out = "threads=" + std::to_string(device.threads) +
+      " multiprocessors=" + std::to_string(device.sm_count) +
+      " compute_capability=" + std::to_string(device.compute_capability) +
+      " shared_memory_per_block=" +
+      std::to_string(device.shared_memory_per_block) + " clusters=";
+  for (size_t size = 1; size < device.clusters.size(); ++size) {
+    out += (size == 1 ? "" : ",") + std::to_string(device.clusters[size]);
+  }
+  return out;
+}
+
 std::string to_string(const Plan& plan) {
   std::string out = plan.rule;
   const auto field = [&](const char* label, int64_t value) {
@@ -131,6 +143,7 @@ std::string explain(const Problem& problem, const Device& device) {
   for (const Rule& rule : policy(problem.device)) {
     if (const std::optional<Plan> plan = plan_of(rule, problem, device)) {
       return "{\"problem\": " + quoted(to_string(problem)) +
+          ", \"machine\": " + quoted(to_string(device)) +
           ", \"rule\": " + quoted(rule.name) +
           ", \"reason\": " + quoted(rule.reason) +
           ", \"plan\": " + quoted(to_string(*plan)) +

@@ -70,11 +70,12 @@ Plan make_plan(const Problem& problem, const Device& device);
 
 // One line per field that matters, for people: "two_pass vector=8 ...".
 std::string to_string(const Problem& problem);
+std::string to_string(const Device& device);
 std::string to_string(const Plan& plan);
 
 // The walk through the table as JSON:
-//   {"problem": "...", "rule": "...", "reason": "...", "plan": "...",
-//    "workspace_bytes": n, "minimum_bytes": n, "declined":
+//   {"problem": "...", "machine": "...", "rule": "...", "reason": "...",
+//    "plan": "...", "workspace_bytes": n, "minimum_bytes": n, "declined":
 //    [{"rule": "...", "failed": ["...", ...]}, ...]}
 // minimum_bytes is the least memory traffic of the call: each operand of the
 // size of X read or written once.

@@ -15,9 +15,10 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
-// Vectors that a block of the backward pass has side by side, at most: 512
-// bytes of a pixel.
-constexpr int kBackwardColumns = 32;
+// Bytes of a pixel that a block of the backward pass has, at most. Where it has
+// fewer, they are of more channels than these.
+constexpr int64_t kBackwardSlice = 512;
+constexpr int64_t kNarrowestTile = kBackwardSlice / 8;
 
 // Pixels that a thread shall walk, at least: a split shorter than this many
 // rows of the tile would cost more to fold than to read.
@@ -57,7 +58,7 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
 // their candidates; they decide nothing else. Fitted to a sweep of the plans of
-// 94 shapes on an H200. tools/tune.py makes such sweeps, and says how much
+// 115 shapes on an H200. tools/tune.py makes such sweeps, and says how much
 // longer the plans that are chosen take than the best ones.
 
 // By direction: forward, backward.
@@ -66,34 +67,34 @@ using ByDirection = std::array<double, 2>;
 // A slice of s bytes a pixel takes longer than its bytes: by what it touches of
 // bursts that it shares with the next slice, and by a part of each burst.
 constexpr int64_t kBurst = 64;
-constexpr double kSharedBurst = 0.71;
-constexpr ByDirection kEverySlice{0.124, 0.107};
+constexpr double kSharedBurst = 0.36;
+constexpr ByDirection kEverySlice{0.14, 0.168};
+// And vectors of less than 16 bytes, or of 2, take more instructions.
+constexpr double kNarrowVectors = 1.5;
+constexpr double kNarrowestVectors = 2;
 
 // The resident scheme: a call, and what a multiprocessor moves, or its share of
 // what the chip can.
-constexpr ByDirection kResidentCall{6430, 8390};
-constexpr double kMultiprocessorBytesPerNs = 44.7;
-constexpr ByDirection kShareBytesPerNs{35.4, 31.7};
+constexpr ByDirection kResidentCall{5920, 8100};
+constexpr double kMultiprocessorBytesPerNs = 44;
+constexpr ByDirection kShareBytesPerNs{33, 34.5};
 // What each wave of blocks but the first loses between its loads and its
-// stores, by the blocks that share a multiprocessor; more so backward.
-constexpr std::array kPhaseChange{1890.0, 1240.0, 480.0};
-constexpr ByDirection kPhaseChangeFactor{1, 1.13};
-// And each wave: for every channel that it folds, every doubling of the
-// cluster, and clusters of 16, which fit badly.
-constexpr ByDirection kFoldedChannel{2.33, 3.65};
-constexpr double kClusterBarrier = 320;
-constexpr double kLargestCluster = 740;
+// stores, by the blocks that share a multiprocessor.
+constexpr std::array kPhaseChange{2100.0, 1230.0, 550.0};
+// And each wave: for every channel that it folds, and every doubling of the
+// cluster.
+constexpr ByDirection kFoldedChannel{2.4, 2.3};
+constexpr double kClusterBarrier = 283;
 
-// The cooperative scheme: a call, a wave, what a block reads of a group in an
-// exchange, and what of the L2 cache holds pixels until they are read again.
-constexpr ByDirection kCooperativeCall{8820, 5760};
-constexpr ByDirection kCooperativeWave{2060, 6140};
-constexpr double kExchangedPart = 0.82;
-constexpr double kCooperativeBytesPerNs = 32;
-constexpr double kReusedShare = 0.21;
+// The cooperative scheme: a call, a wave, and what a block reads of a group in
+// an exchange.
+constexpr ByDirection kCooperativeCall{4680, 7420};
+constexpr ByDirection kCooperativeWave{3810, 3440};
+constexpr double kExchangedPart = 1.03;
+constexpr double kCooperativeBytesPerNs = 33;
 
-constexpr ByDirection kTwoPassCall{9620, 13150};
-constexpr double kTwoPassBytesPerNs = 28.1;
+constexpr ByDirection kTwoPassCall{9430, 13060};
+constexpr double kTwoPassBytesPerNs = 29.6;
 
 constexpr int kMostThreads = 512;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
@@ -136,12 +137,18 @@ double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
 }
 
+// How many times longer the problem's vectors take than wide ones.
+double narrowness(const Problem& problem) {
+  const int64_t bytes = vector_width(problem) * size_of(problem.dtype);
+  return bytes == 2 ? kNarrowestVectors : bytes < 16 ? kNarrowVectors : 1;
+}
+
 // What `pixels` pixels of a slice take, as bytes.
 double slice_bytes(const Problem& problem, const Plan& plan, int64_t pixels) {
   const int64_t slice =
       int64_t{1} * plan.columns * plan.vector * size_of(problem.dtype);
   const auto shared = static_cast<double>(kBurst - std::gcd(slice, kBurst));
-  return static_cast<double>(pixels) *
+  return static_cast<double>(pixels) * narrowness(problem) *
       (static_cast<double>(slice) + kSharedBurst * shared +
        of(kEverySlice, problem) * kBurst);
 }
@@ -176,13 +183,6 @@ residents(const Problem& problem, const Device& device, const Plan& plan) {
   return std::min<int64_t>(by_memory, resident_threads / plan.threads);
 }
 
-// Clusters that run at once with a block to a multiprocessor.
-int64_t running_clusters(const Device& device, int cluster) {
-  const auto power =
-      static_cast<size_t>(std::countr_zero(static_cast<unsigned>(cluster)));
-  return power < device.clusters.size() ? device.clusters[power] : 0;
-}
-
 Candidate resident_candidate(
     const Problem& problem,
     const Device& device,
@@ -209,7 +209,7 @@ Candidate resident_candidate(
     return result;
   }
 
-  const int64_t multiprocessors = running_clusters(device, cluster) * cluster;
+  const int64_t multiprocessors = device.clusters[cluster] * int64_t{cluster};
   const int64_t blocks = problem.N * plan.column_tiles * cluster;
   const int64_t waves = ceil_div(blocks, resident * multiprocessors);
   const double block_bytes = (operands(problem) + 1) *
@@ -219,12 +219,10 @@ Candidate resident_candidate(
           kMultiprocessorBytesPerNs,
       blocks * block_bytes / (of(kShareBytesPerNs, problem) * device.sm_count));
   const double phase_change =
-      kPhaseChange[std::min<size_t>(resident, kPhaseChange.size()) - 1] *
-      of(kPhaseChangeFactor, problem);
+      kPhaseChange[std::min<size_t>(resident, kPhaseChange.size()) - 1];
   const double of_wave =
       of(kFoldedChannel, problem) * plan.columns * plan.vector +
-      kClusterBarrier * std::countr_zero(static_cast<unsigned>(cluster)) +
-      (cluster == 1 << (device.clusters.size() - 1) ? kLargestCluster : 0);
+      kClusterBarrier * std::bit_width(static_cast<unsigned>(cluster - 1));
   result.nanoseconds = of(kResidentCall, problem) + moved +
       (waves - 1) * phase_change + waves * of_wave;
   return result;
@@ -243,9 +241,10 @@ Candidate best_resident(const Problem& problem, const Device& device) {
     return best;
   }
   for_each_slice(problem, device, [&](int columns) {
-    for (int cluster = 1; running_clusters(device, cluster) > 0; cluster *= 2) {
+    for (int cluster = 1; cluster < std::ssize(device.clusters); ++cluster) {
       for (const int threads : {kThreads, kMostThreads}) {
-        if ((device.pins.splits > 0 && device.pins.splits != cluster) ||
+        if (device.clusters[cluster] == 0 ||
+            (device.pins.splits > 0 && device.pins.splits != cluster) ||
             (device.pins.threads > 0 && device.pins.threads != threads)) {
           continue;
         }
@@ -318,15 +317,12 @@ Candidate cooperative_candidate(
       static_cast<double>(std::max<int64_t>(
           0, pixels_of_thread(plan) - plan.pixels_kept)) /
       static_cast<double>(pixels_of_thread(plan));
-  const double reused =
-      std::min(again, kReusedShare * device.l2_bytes / device.sm_count);
   result.nanoseconds = of(kCooperativeCall, problem) +
       waves *
           (of(kCooperativeWave, problem) +
            kExchangedPart * plan.splits * plan.columns * plan.vector /
                static_cast<double>(problem.D()) +
-           (all + again - reused +
-            slice_bytes(problem, plan, plan.pixels_per_split)) /
+           (all + again + slice_bytes(problem, plan, plan.pixels_per_split)) /
                kCooperativeBytesPerNs);
   return result;
 }
@@ -359,7 +355,7 @@ double two_pass_nanoseconds(const Problem& problem, const Device& device) {
   // X, X, Y; or dY, X, dY, X, dX
   const int passes = problem.direction == Direction::kForward ? 3 : 5;
   return of(kTwoPassCall, problem) +
-      passes * static_cast<double>(problem.bytes()) /
+      passes * narrowness(problem) * static_cast<double>(problem.bytes()) /
       (kTwoPassBytesPerNs * device.sm_count);
 }
 
@@ -397,8 +393,11 @@ std::optional<Plan> plan_two_pass(
   // tiles make as many blocks of fewer splits, and so a smaller workspace.
   const bool forward = problem.direction == Direction::kForward;
   const int64_t columns = problem.C / plan.vector;
-  plan.column_tiles = static_cast<int>(
-      ceil_div(columns, forward ? kThreads : kBackwardColumns));
+  const int64_t most_columns = forward
+      ? kThreads
+      : std::min<int64_t>(
+            kThreads, kBackwardSlice / (plan.vector * size_of(problem.dtype)));
+  plan.column_tiles = static_cast<int>(ceil_div(columns, most_columns));
   plan.columns = static_cast<int>(ceil_div(columns, plan.column_tiles));
   plan.rows = static_cast<int>(
       std::clamp<int64_t>(kThreads / plan.columns, 1, problem.HxW));
@@ -458,7 +457,7 @@ constexpr Condition kFitsGrid{
       // where they are fewer than the blocks that fill the chip.
       constexpr int64_t kLimit = int64_t{1} << 30;
       return problem.C < kLimit &&
-          problem.N <= kLimit / ceil_div(problem.C, kThreads);
+          problem.N <= kLimit / ceil_div(problem.C, kNarrowestTile);
     }};
 constexpr Condition kCudaDevice{
     "a CUDA device",

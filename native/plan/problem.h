@@ -89,17 +89,18 @@ struct Pins {
   bool operator==(const Pins&) const = default;
 };
 
+// By their size, how many clusters run at once with a block to a
+// multiprocessor: a GPC holds a whole number of them, so some multiprocessors
+// may stay idle. 0: not supported.
+using ClusterCounts = std::array<int, 17>;
+
 // What the planner may know of the machine.
 struct Device {
   int threads = 1; // CPU: threads of the pool
   int sm_count = 0; // CUDA: multiprocessors
   int compute_capability = 0; // CUDA: 10 * major + minor
   int64_t shared_memory_per_block = 0; // CUDA: bytes, opt-in limit
-  int64_t l2_bytes = 0; // CUDA
-  // CUDA: clusters of 2^i blocks, each alone on its multiprocessor, that run at
-  // once; a GPC holds a whole number of them, so some multiprocessors stay
-  // idle. 0: not supported.
-  std::array<int, 5> clusters = {};
+  ClusterCounts clusters = {}; // CUDA
   Pins pins; // CUDA
 
   bool operator==(const Device&) const = default;
