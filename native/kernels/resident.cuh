@@ -113,11 +113,14 @@ __device__ __forceinline__ Exchange<kWholeChip, Value> exchange_of(
   }
 }
 
+template <int a, int b>
+constexpr int kSmaller = a < b ? a : b;
+
 // -- forward -----------------------------------------------------------------
 
 // per_group is 1 / (HxW D). of_chip[n][g][split]: for the exchange of the whole
-// chip.
-template <typename T, int kVector, bool kWholeChip>
+// chip. Only kFused kernels have an activation.
+template <typename T, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
     (kResidentBlocks<T, kWholeChip>))
@@ -131,6 +134,7 @@ __global__ void __launch_bounds__(
         const T* __restrict__ X,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
+        Activation activation,
         Moments<Accumulator<T>>* of_chip,
         T* __restrict__ Y,
         ParameterOut<T> mean_out,
@@ -247,8 +251,8 @@ __global__ void __launch_bounds__(
         kWholeChip && wave < waves.count && at.n + waves.samples < shape.N;
 
     if (at.active && exists) {
-      const Normalization<T, kVector> normalized(
-          shape, at.channel, weight, bias, [&](int group) {
+      const Normalization<T, kVector, kFused> normalized(
+          shape, at.channel, activation, weight, bias, [&](int group) {
             return total[group - item.first_group];
           });
       ring.write(
@@ -280,9 +284,9 @@ __global__ void __launch_bounds__(
 
 // -- backward ----------------------------------------------------------------
 
-// dX unless it is null, and sums[n][split][c] = (sum dY xhat, sum dY) for
+// dX unless it is null, and sums[n][split][c] = (sum dZ xhat, sum dZ) for
 // parameter_gradients unless `sums` is null. per_group and of_chip: as forward.
-template <typename T, int kVector, bool kWholeChip>
+template <typename T, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
     (kResidentBlocks<T, kWholeChip>))
@@ -297,6 +301,8 @@ __global__ void __launch_bounds__(
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
         ParameterIn<T> gamma,
+        ParameterIn<T> beta, // this and the next: kFused alone
+        Activation activation,
         Pair<Accumulator<T>>* of_chip,
         Pair<Accumulator<T>>* __restrict__ sums,
         T* __restrict__ dX) {
@@ -310,6 +316,10 @@ __global__ void __launch_bounds__(
   auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);
   auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
   auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
+  auto* const biases = weights + tiling.columns.divisor() * kVector;
+  // A place more than channels, so that columns start at different banks.
+  auto* const maps = reinterpret_cast<Pair<Acc>*>(shared + layout.maps) +
+      at.column * (kVector + 1);
   auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
   auto exchange =
       exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
@@ -320,10 +330,16 @@ __global__ void __launch_bounds__(
   ParameterCopy<T> means(mean_in, 0, item.groups);
   ParameterCopy<T> rstds(rstd_in, 1, item.groups);
   gammas.fetch(item.first_channel);
+  ParameterCopy<T> betas(beta, 0, item.channels);
+  if constexpr (kFused) {
+    betas.fetch(item.first_channel);
+  }
   means.fetch(at.n * shape.G + item.first_group);
   rstds.fetch(at.n * shape.G + item.first_group);
 
   constexpr int kPixels = kRingPixels<Direction::kBackward>;
+  // Pixels in registers at once.
+  constexpr int kAtOnce = kFused && !kWholeChip ? 1 : kPixels;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
@@ -346,9 +362,17 @@ __global__ void __launch_bounds__(
     };
   };
   ring.begin(copy_from(offset));
+  const auto own_place = [&](int j) {
+    return j * tiling.columns.divisor() + at.column;
+  };
   gammas.store([&](int c, Acc value) {
     weights[parameter_place<kVector>(tiling, c)] = value;
   });
+  if constexpr (kFused) {
+    betas.store([&](int c, Acc value) {
+      biases[parameter_place<kVector>(tiling, c)] = value;
+    });
+  }
 
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
@@ -358,6 +382,29 @@ __global__ void __launch_bounds__(
     const auto moments_of = [&](int group) {
       return moments[group - item.first_group];
     };
+    if constexpr (kFused) {
+      if (at.active && at.row == 0 && exists) {
+        Acc mean[kVector];
+        Acc rstd[kVector];
+        read_moments(shape, at.channel, moments_of, mean, rstd);
+        const ChannelMaps<T, kVector> own(
+            mean, rstd, [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
+#pragma unroll
+              for (int j = 0; j < kVector; ++j) {
+                weight[j] = weights[own_place(j)];
+                bias[j] = biases[own_place(j)];
+              }
+            });
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          maps[j] = own(j);
+        }
+      }
+      __syncthreads();
+    }
+    // The maps stay in shared memory: there are no registers left for them.
+    const auto differentiation = differentiation_of<kFused, T>(
+        activation, [&](int j) { return maps[j]; });
 
     GradientSums<T, kVector> of_thread;
     if (at.active && exists) {
@@ -365,11 +412,14 @@ __global__ void __launch_bounds__(
       Acc rstd[kVector];
       read_moments(shape, at.channel, moments_of, mean, rstd);
       ring.read(copy_from(offset), [&](int, int place, auto pixels) {
-        Vector<T, kVector> dy[decltype(pixels)::value];
-        Vector<T, kVector> x[decltype(pixels)::value];
-        slab_dY.read(place, dy);
-        slab_X.read(place, x);
-        of_thread.add(dy, x, mean);
+        for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
+            decltype(pixels)::value, [&](int i, auto at_once) {
+              Vector<T, kVector> dy[decltype(at_once)::value];
+              Vector<T, kVector> x[decltype(at_once)::value];
+              slab_dY.read(place + i, dy);
+              slab_X.read(place + i, x);
+              of_thread.add(dy, x, mean, differentiation);
+            });
       });
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -419,7 +469,7 @@ __global__ void __launch_bounds__(
     if (at.active) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        weight[j] = weights[j * tiling.columns.divisor() + at.column];
+        weight[j] = weights[own_place(j)];
       }
     }
     exchange.wait();
@@ -464,16 +514,19 @@ __global__ void __launch_bounds__(
             if (dX == nullptr) {
               return;
             }
-            Vector<T, kVector> dy[decltype(pixels)::value];
-            Vector<T, kVector> x[decltype(pixels)::value];
-            slab_dY.read(place, dy);
-            slab_X.read(place, x);
-            T* out = dX + offset + first * step;
+            for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
+                decltype(pixels)::value, [&](int i, auto at_once) {
+                  Vector<T, kVector> dy[decltype(at_once)::value];
+                  Vector<T, kVector> x[decltype(at_once)::value];
+                  slab_dY.read(place + i, dy);
+                  slab_X.read(place + i, x);
+                  T* out = dX + offset + (first + i) * step;
 #pragma unroll
-            for (int i = 0; i < decltype(pixels)::value; ++i) {
-              store(out, gradient(dy[i], x[i]));
-              out += step;
-            }
+                  for (int k = 0; k < decltype(at_once)::value; ++k) {
+                    store(out, gradient(dy[k], x[k], differentiation));
+                    out += step;
+                  }
+                });
           });
     }
     if (!kWholeChip || wave == waves.count) {

@@ -115,8 +115,9 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   }
 }
 
-// Y = (X - mean) * rstd * gamma + beta
-template <typename T, int kVector>
+// Y = activation((X - mean) * rstd * gamma + beta); only kFused kernels have an
+// activation.
+template <typename T, int kVector, bool kFused>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     normalize(
         Shape shape,
@@ -125,6 +126,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const Moments<Accumulator<T>>* __restrict__ moments,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
+        Activation activation,
         T* __restrict__ Y) {
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
@@ -138,8 +140,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   Acc bias[kVector];
   gamma.read(at.channel, 1, weight);
   beta.read(at.channel, 0, bias);
-  const Normalization<T, kVector> normalized(
-      shape, at.channel, weight, bias, [&](int group) {
+  const Normalization<T, kVector, kFused> normalized(
+      shape, at.channel, activation, weight, bias, [&](int group) {
         return moments[at.n * shape.G + group];
       });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
@@ -159,12 +161,32 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       });
 }
 
+// Derivatives take registers: with vectors of eight channels, those of half as
+// many blocks.
+template <typename T, bool kFused>
+constexpr int kBackwardBlocksPerMultiprocessor =
+    kFused && sizeof(T) == 2 ? 2 : kBlocksPerMultiprocessor<T>;
+
 // -- backward ----------------------------------------------------------------
 
-// sums[n][split][c] = (sum dY xhat, sum dY) over the split's pixels. Dynamic
+// What ChannelMaps read of the channels from `channel` on.
+template <typename T>
+__device__ __forceinline__ auto parameters_at(
+    const ParameterIn<T>& gamma,
+    const ParameterIn<T>& beta,
+    int channel) {
+  return [=](auto& weight, auto& bias) {
+    gamma.read(channel, 1, weight);
+    beta.read(channel, 0, bias);
+  };
+}
+
+// sums[n][split][c] = (sum dZ xhat, sum dZ) over the split's pixels. Dynamic
 // shared memory: fold_size() accumulators.
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
+template <typename T, int kVector, bool kFused>
+__global__ void __launch_bounds__(
+    kMaxThreads,
+    (kBackwardBlocksPerMultiprocessor<T, kFused>))
     gradient_sums(
         Shape shape,
         Tiling tiling,
@@ -172,6 +194,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const T* __restrict__ X,
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
+        ParameterIn<T> gamma, // this and the next two: kFused alone
+        ParameterIn<T> beta,
+        Activation activation,
         Pair<Accumulator<T>>* __restrict__ sums) {
   using Acc = Accumulator<T>;
   const Position at =
@@ -186,6 +211,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       return {mean_in.at(index, 0), rstd_in.at(index, 1)};
     };
     read_moments(shape, at.channel, moments_of, mean, rstd);
+    const auto differentiation = differentiation_of<kFused, T>(
+        activation,
+        ChannelMaps<T, kVector>(
+            mean, rstd, parameters_at(gamma, beta, at.channel)));
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     const int64_t offset = at.offset(shape);
     for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
@@ -195,7 +224,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
           Vector<T, kVector> x[decltype(pixels)::value];
           load_pixels<Reuse::kKeep>(dY + from, step, dy);
           load_pixels<Reuse::kKeep>(X + from, step, x);
-          total.add(dy, x, mean);
+          total.add(dy, x, mean, differentiation);
         });
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -257,9 +286,11 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
   }
 }
 
-// dX = rstd gamma dY - rstd^2 c_xhat (X - mean) - rstd c
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
+// dX = rstd gamma dZ - rstd^2 c_xhat (X - mean) - rstd c
+template <typename T, int kVector, bool kFused>
+__global__ void __launch_bounds__(
+    kMaxThreads,
+    (kBackwardBlocksPerMultiprocessor<T, kFused>))
     input_gradient(
         Shape shape,
         Tiling tiling,
@@ -268,6 +299,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
         ParameterIn<T> gamma,
+        ParameterIn<T> beta, // this and the next: kFused alone
+        Activation activation,
         const Pair<Accumulator<T>>* __restrict__ coefficients,
         T* __restrict__ dX) {
   using Acc = Accumulator<T>;
@@ -278,17 +311,23 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   if (!at.active) {
     return;
   }
+  const auto moments_of = [&](int group) -> Pair<Acc> {
+    const int64_t index = at.n * shape.G + group;
+    return {mean_in.at(index, 0), rstd_in.at(index, 1)};
+  };
+  Acc mean[kVector];
+  Acc rstd[kVector];
+  read_moments(shape, at.channel, moments_of, mean, rstd);
+  const auto differentiation = differentiation_of<kFused, T>(
+      activation,
+      ChannelMaps<T, kVector>(
+          mean, rstd, parameters_at(gamma, beta, at.channel)));
   Acc weight[kVector];
   gamma.read(at.channel, 1, weight);
   const InputGradient<T, kVector> gradient(
-      shape,
-      at.channel,
-      weight,
-      [&](int group) -> Pair<Acc> {
-        const int64_t index = at.n * shape.G + group;
-        return {mean_in.at(index, 0), rstd_in.at(index, 1)};
-      },
-      [&](int group) { return coefficients[at.n * shape.G + group]; });
+      shape, at.channel, weight, moments_of, [&](int group) {
+        return coefficients[at.n * shape.G + group];
+      });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   const int64_t offset = at.offset(shape);
   for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
@@ -302,7 +341,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         T* out = dX + from;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
-          store(out, gradient(dy[i], x[i]));
+          store(out, gradient(dy[i], x[i], differentiation));
           out += step;
         }
       });
