@@ -36,6 +36,7 @@ SOURCES = [
     "native/plan/policy_cuda.cpp",
     "native/cpu/cpu.cpp",
     "native/cpu/kernels_baseline.cpp",
+    "native/binding/activation.cpp",
     "native/binding/autograd.cpp",
     "native/binding/classify.cpp",
     "native/binding/control.cpp",

@@ -4,10 +4,14 @@ PyTorch's fake outputs disagree with these for some channels-last inputs, for wh
 on the version: (N, C, L) with strides (C*L, 1, C) is contiguous to all of them, and 2.14 takes
 every CUDA output for contiguous. So FakeTensorMode asks here first. A call that our kernels would
 not take is left to PyTorch, and so is every call while the switch is off.
+
+The operators of this package, group_norm_act and its backward, have fake kernels here too. They do
+not ask the switch.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +25,8 @@ from gn_override import _library
 _FORWARD = torch.ops.aten.native_group_norm.default
 _BACKWARD = torch.ops.aten.native_group_norm_backward.default
 
+ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
+
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float64, *_HALF)
 
@@ -32,6 +38,8 @@ def install() -> None:
     """Puts the fake implementations in place; they answer from the first switch_changed() on."""
     fake_impls.register_op_impl(_FORWARD)(_fake_forward)
     fake_impls.register_op_impl(_BACKWARD)(_fake_backward)
+    torch.library.register_fake("gn_override::group_norm_act", _fake_act)
+    torch.library.register_fake("gn_override::group_norm_act_backward", _fake_act_backward)
 
 
 def switch_changed() -> None:
@@ -60,7 +68,7 @@ def _fake_forward(
 ) -> Any:
     if not takes_forward(input, weight, bias, N, C, HxW, group, eps):
         return _stock(mode, func, input, weight, bias, N, C, HxW, group, eps)
-    param_dtype = next((t.dtype for t in (weight, bias) if t is not None), input.dtype)
+    param_dtype = _param_dtype(input, weight, bias)
     with mode:
         return (
             _empty_channels_last(input),
@@ -109,6 +117,67 @@ def _stock(mode: FakeTensorMode, func: torch._ops.OpOverload, *args: Any) -> Any
     return NotImplemented
 
 
+def _fake_act(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+) -> tuple[Tensor, Tensor, Tensor]:
+    N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
+    ours = _fits_forward(input, weight, bias, N, C, HxW, num_groups)
+    mean, rstd = (input.new_empty((N, num_groups), dtype=_accumulator(input)) for _ in range(2))
+    return _empty_like(input, ours), mean, rstd
+
+
+def _fake_act_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    num_groups: int,
+    activation: str,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
+    dtype = _param_dtype(input, weight, bias)
+    ours = mean.dtype in (dtype, _accumulator(input)) and _fits_backward(
+        grad_out, input, mean, rstd, weight, bias, dtype, N, C, HxW, num_groups
+    )
+    return (
+        _empty_like(input, ours) if output_mask[0] else None,
+        input.new_empty((C,), dtype=dtype) if output_mask[1] else None,
+        input.new_empty((C,), dtype=dtype) if output_mask[2] else None,
+    )
+
+
+def _sizes(
+    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, activation: str
+) -> tuple[int, int, int]:
+    """N, C and HxW; raises what the operators raise for arguments that do not fit."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f'gn_override: activation must be one of {", ".join(ACTIVATIONS)}, got "{activation}"'
+        )
+    fits = input.ndim >= 2 and num_groups > 0 and input.shape[1] % num_groups == 0
+    if not fits or any(
+        t.ndim != 1 or t.shape[0] != input.shape[1] for t in (weight, bias) if t is not None
+    ):
+        torch.group_norm(input, num_groups, weight, bias)
+    return input.shape[0], input.shape[1], math.prod(input.shape[2:])
+
+
+def _accumulator(X: Tensor) -> torch.dtype:
+    return torch.float64 if X.dtype == torch.float64 else torch.float32
+
+
+def _param_dtype(X: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    return next((t.dtype for t in (weight, bias) if t is not None), X.dtype)
+
+
 # The rest mirrors native/binding/classify.cpp.
 
 
@@ -123,10 +192,8 @@ def takes_forward(
     eps: float,
 ) -> bool:
     """Whether our kernels run this call of native_group_norm, on fake tensors or real ones."""
-    given = [t for t in (weight, bias) if t is not None]
-    param_dtype = given[0].dtype if given else input.dtype
-    return _takes(input, param_dtype, N, C, HxW, group) and all(
-        t.ndim == 1 and _fits(t, input, param_dtype, C) for t in given
+    return torch.ops.gn_override.is_enabled() and _fits_forward(
+        input, weight, bias, N, C, HxW, group
     )
 
 
@@ -143,22 +210,53 @@ def takes_backward(
     output_mask: list[bool],
 ) -> bool:
     """Whether our kernels run this call of native_group_norm_backward."""
-    param_dtype = mean.dtype
+    return torch.ops.gn_override.is_enabled() and _fits_backward(
+        grad_out, input, mean, rstd, weight, None, mean.dtype, N, C, HxW, group
+    )
+
+
+def _fits_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+) -> bool:
+    param_dtype = _param_dtype(input, weight, bias)
+    return _takes(input, param_dtype, N, C, HxW, group) and _parameters_fit(
+        input, weight, bias, param_dtype
+    )
+
+
+def _fits_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    param_dtype: torch.dtype,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+) -> bool:
     return (
         _takes(input, param_dtype, N, C, HxW, group)
         and grad_out.shape == input.shape
         and _fits(grad_out, input, input.dtype, input.numel())
-        and _fits(mean, input, param_dtype, N * group)
-        and _fits(rstd, input, param_dtype, N * group)
-        and (weight is None or (weight.ndim == 1 and _fits(weight, input, param_dtype, C)))
+        and _fits(mean, input, mean.dtype, N * group)
+        and _fits(rstd, input, mean.dtype, N * group)
+        and _parameters_fit(input, weight, bias, param_dtype)
     )
 
 
 def _takes(X: Tensor, param_dtype: torch.dtype, N: int, C: int, HxW: int, group: int) -> bool:
     """Whether our kernels run a call with this input, as far as the input decides."""
     return (
-        torch.ops.gn_override.is_enabled()
-        and X.device.type in _device_types
+        X.device.type in _device_types
         and (_prefers_channels_last(X) or (_refused_by_stock(X, param_dtype) and _one_layout(X)))
         and X.shape[0] == N
         and X.shape[1] == C
@@ -177,6 +275,14 @@ def _fits(tensor: Tensor, X: Tensor, dtype: torch.dtype, numel: int) -> bool:
         and tensor.dtype == dtype
         and tensor.device == X.device
         and tensor.layout == torch.strided
+    )
+
+
+def _parameters_fit(
+    X: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> bool:
+    return all(
+        t.ndim == 1 and _fits(t, X, dtype, X.shape[1]) for t in (weight, bias) if t is not None
     )
 
 
@@ -224,6 +330,11 @@ def _channels_last_strides(X: Tensor) -> list[int]:
 
 def _empty_channels_last(X: Tensor) -> Tensor:
     return X.new_empty_strided(X.shape, _channels_last_strides(X))
+
+
+def _empty_like(X: Tensor, ours: bool) -> Tensor:
+    """What group_norm_act returns: channels-last from our kernels, else NCHW."""
+    return _empty_channels_last(X) if ours else X.new_empty(X.shape)
 
 
 def _guard_or_false(condition: Any) -> bool:

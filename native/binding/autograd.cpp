@@ -13,13 +13,12 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/group_norm_native.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
 #include <optional>
 
+#include "native/binding/autograd.h"
 #include "native/binding/classify.h"
 #include "native/binding/generated/kernels.h"
 #include "native/binding/state.h"
@@ -31,28 +30,6 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-bool defined(const std::optional<Tensor>& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
-
-bool requires_grad(const std::optional<Tensor>& tensor) {
-  return defined(tensor) && tensor->requires_grad();
-}
-
-// Carries a tangent of forward-mode AD, which has one level.
-bool is_dual(const std::optional<Tensor>& tensor) {
-  return defined(tensor) && tensor->_fw_grad(/*level=*/0).defined();
-}
-
-// The functorch accessor would not tell: it stays set after its first use.
-bool inside_functorch_transform() {
-  using c10::DispatchKey;
-  using c10::impl::tls_is_dispatch_key_included;
-  return tls_is_dispatch_key_included(
-             DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-      tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode);
-}
 
 bool serves(const at::Device& device) {
 #if GN_OVERRIDE_WITH_CUDA
@@ -86,49 +63,6 @@ bool keeps_layout(const Tensor& X) {
 Tensor match_layout(const Tensor& dY, const Tensor& X) {
   return X.dim() == 3 ? dY.transpose(1, 2).contiguous().transpose(1, 2)
                       : dY.contiguous(X.suggest_memory_format());
-}
-
-// The gradients by PyTorch's own differentiable formula, for double backward.
-// Runs the forward again.
-variable_list differentiable_backward(
-    const Tensor& dY,
-    const Tensor& X,
-    const Tensor& gamma,
-    const c10::SymInt& N,
-    const c10::SymInt& C,
-    const c10::SymInt& HxW,
-    int64_t group,
-    double eps,
-    std::array<bool, 3> wanted) {
-  // Aliases: the graph from them to Y is the norm and nothing else, even where
-  // one operand was computed from another.
-  const Tensor x = X.view_as(X);
-  const Tensor weight = gamma.defined() ? gamma.view_as(gamma) : Tensor();
-  // No gradient depends on the value of beta.
-  Tensor bias;
-  if (wanted[2]) {
-    bias = at::zeros_symint({C}, (gamma.defined() ? gamma : X).options());
-    bias.requires_grad_();
-  }
-  const Tensor Y = std::get<0>(at::native_group_norm_symint(
-      x.contiguous(), weight, bias, N, C, HxW, group, eps));
-
-  const std::array<Tensor, 3> operands{x, weight, bias};
-  variable_list inputs;
-  for (size_t i = 0; i < 3; ++i) {
-    if (wanted[i]) {
-      inputs.push_back(operands[i]);
-    }
-  }
-  const variable_list computed = torch::autograd::grad(
-      {Y}, inputs, {dY}, /*retain_graph=*/true, /*create_graph=*/true);
-  variable_list gradients(3);
-  for (size_t i = 0, next = 0; i < 3; ++i) {
-    if (wanted[i]) {
-      gradients[i] = computed[next++];
-    }
-  }
-  return gradients;
 }
 
 struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
@@ -179,8 +113,20 @@ struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
     variable_list gradients(3);
     if (at::GradMode::is_enabled()) {
       const double eps = ctx->saved_data["eps"].toDouble();
-      gradients =
-          differentiable_backward(dY, X, gamma, N, C, HxW, group, eps, wanted);
+      // No gradient depends on the value of beta.
+      Tensor beta;
+      if (wanted[2]) {
+        beta = at::zeros_symint({C}, (has_gamma ? gamma : X).options());
+        beta.requires_grad_();
+      }
+      gradients = differentiable_backward(
+          dY,
+          {X, gamma, beta},
+          wanted,
+          [&](const Tensor& x, const Tensor& weight, const Tensor& bias) {
+            return std::get<0>(at::native_group_norm_symint(
+                x.contiguous(), weight, bias, N, C, HxW, group, eps));
+          });
     } else {
       // The backward kernel copies other layouts itself, but the stock kernel
       // of these versions, should the call end there, misreads them.

@@ -57,6 +57,21 @@ bool has_one_layout(const at::Tensor& X) {
       (X.size(1) == 1 || X.numel() == X.size(0) * X.size(1));
 }
 
+// gamma and beta, as far as they are given, are [C] of `type`.
+bool parameters_fit(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    at::ScalarType type) {
+  for (const auto* parameter : {&gamma, &beta}) {
+    if (defined(*parameter) &&
+        ((*parameter)->dim() != 1 || !fits(**parameter, X, type, X.size(1)))) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // What forward and backward ask of X and of the integers; the cheapest test
 // that most declined calls fail comes first.
 Classified classify_common(
@@ -116,6 +131,29 @@ Classified classify_common(
 
 } // namespace
 
+at::ScalarType to_scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat:
+      return at::kFloat;
+    case DType::kDouble:
+      return at::kDouble;
+    case DType::kHalf:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+  }
+  return at::kFloat;
+}
+
+at::ScalarType param_type_of(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta) {
+  return defined(gamma) ? gamma->scalar_type()
+      : defined(beta)   ? beta->scalar_type()
+                        : X.scalar_type();
+}
+
 bool is_channels_last(const at::Tensor& X) {
   const int64_t dim = X.dim();
   if (dim < 3 || dim > 5 || X.layout() != at::kStrided || X.is_contiguous()) {
@@ -174,19 +212,14 @@ Classified classify_forward(
     int64_t C,
     int64_t HxW,
     int64_t group) {
-  const at::ScalarType param_type = defined(gamma) ? gamma->scalar_type()
-      : defined(beta)                              ? beta->scalar_type()
-                                                   : X.scalar_type();
+  const at::ScalarType param_type = param_type_of(X, gamma, beta);
   Classified result = classify_common(X, param_type, N, C, HxW, group);
   if (result.declined) {
     return result;
   }
-  for (const auto* parameter : {&gamma, &beta}) {
-    if (defined(*parameter) &&
-        ((*parameter)->dim() != 1 || !fits(**parameter, X, param_type, C))) {
-      result.declined = "weight or bias of another size, dtype or device";
-      return result;
-    }
+  if (!parameters_fit(X, gamma, beta, param_type)) {
+    result.declined = "weight or bias of another size, dtype or device";
+    return result;
   }
   result.problem.direction = Direction::kForward;
   return result;
@@ -198,12 +231,13 @@ Classified classify_backward(
     const at::Tensor& mean,
     const at::Tensor& rstd,
     const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    at::ScalarType param_type,
     int64_t N,
     int64_t C,
     int64_t HxW,
     int64_t group,
     std::array<bool, 3> output_mask) {
-  const at::ScalarType param_type = mean.scalar_type();
   Classified result = classify_common(X, param_type, N, C, HxW, group);
   if (result.declined) {
     return result;
@@ -212,17 +246,19 @@ Classified classify_backward(
     result.declined = "gradient of another size, dtype or device";
     return result;
   }
-  if (!fits(mean, X, param_type, N * group) ||
-      !fits(rstd, X, param_type, N * group)) {
+  Problem& problem = result.problem;
+  problem.wide_statistics = mean.scalar_type() != param_type;
+  const at::ScalarType statistics_type =
+      to_scalar_type(problem.statistics_dtype());
+  if (!fits(mean, X, statistics_type, N * group) ||
+      !fits(rstd, X, statistics_type, N * group)) {
     result.declined = "statistics of another size, dtype or device";
     return result;
   }
-  if (defined(gamma) &&
-      (gamma->dim() != 1 || !fits(*gamma, X, param_type, C))) {
-    result.declined = "weight of another size, dtype or device";
+  if (!parameters_fit(X, gamma, beta, param_type)) {
+    result.declined = "weight or bias of another size, dtype or device";
     return result;
   }
-  Problem& problem = result.problem;
   problem.direction = Direction::kBackward;
   problem.alignment = std::min(problem.alignment, alignment_of(dY));
   problem.want_dX = output_mask[0];

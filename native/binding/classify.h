@@ -18,6 +18,14 @@ struct Classified {
   const char* declined = nullptr; // static storage; null: the call is ours
 };
 
+at::ScalarType to_scalar_type(DType dtype);
+
+// Of gamma and beta, or X's where there are none.
+at::ScalarType param_type_of(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta);
+
 // Dense in [N, HxW, C] order, for 3-D (strides (C*L, 1, C)), 4-D and 5-D
 // tensors, and not dense in NCHW order as well.
 bool is_channels_last(const at::Tensor& X);
@@ -41,12 +49,15 @@ Classified classify_forward(
     int64_t HxW,
     int64_t group);
 
+// mean and rstd are of param_type or of the type that sums are kept in.
 Classified classify_backward(
     const at::Tensor& dY,
     const at::Tensor& X,
     const at::Tensor& mean,
     const at::Tensor& rstd,
     const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    at::ScalarType param_type,
     int64_t N,
     int64_t C,
     int64_t HxW,

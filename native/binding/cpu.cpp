@@ -4,9 +4,11 @@
 #include <ATen/ops/native_group_norm_backward_cpu_dispatch.h>
 #include <ATen/ops/native_group_norm_cpu_dispatch.h>
 
+#include <torch/library.h>
+
+#include "native/binding/activation.h"
 #include "native/binding/devices.h"
 #include "native/binding/generated/kernels.h"
-#include "native/binding/override.h"
 #include "native/cpu/cpu.h"
 
 namespace gn_override::binding {
@@ -79,6 +81,35 @@ struct CPUBackend {
     return at::cpu::native_group_norm_backward(arguments...);
   }
 };
+
+Result group_norm_act_cpu(
+    const at::Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  return activated_forward<CPUBackend>(X, group, gamma, beta, eps, activation);
+}
+
+Result group_norm_act_backward_cpu(
+    const at::Tensor& dY,
+    const at::Tensor& X,
+    const at::Tensor& mean,
+    const at::Tensor& rstd,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    int64_t group,
+    std::string_view activation,
+    std::array<bool, 3> output_mask) {
+  return activated_backward<CPUBackend>(
+      dY, X, mean, rstd, gamma, beta, group, activation, output_mask);
+}
+
+TORCH_LIBRARY_IMPL(gn_override, CPU, m) {
+  m.impl("group_norm_act", TORCH_FN(group_norm_act_cpu));
+  m.impl("group_norm_act_backward", TORCH_FN(group_norm_act_backward_cpu));
+}
 
 } // namespace
 

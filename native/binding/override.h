@@ -1,4 +1,4 @@
-// The two native ops over a backend: classify, plan, allocate, run; or aten.
+// The native ops over a backend: classify, plan, allocate, run; or aten.
 //
 //   struct Backend {
 //     static constexpr bool kCuda;
@@ -13,6 +13,7 @@
 //   };
 #pragma once
 
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -46,6 +47,117 @@ at::Tensor empty_workspace(const Plan& plan, const at::Tensor& X) {
   return bytes > 0 ? Backend::empty({bytes}, {1}, at::kByte, X) : at::Tensor();
 }
 
+// Runs a call that was classified as ours on our kernels; none where it is
+// declined, by its arguments or by the policy.
+template <typename Backend>
+std::optional<Result> run_forward(
+    Op op,
+    const Classified& call,
+    const at::Tensor& X,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps) {
+  const Problem& problem = call.problem;
+  if (call.declined) {
+    count_declined(op, Backend::kCuda, call.declined);
+    return std::nullopt;
+  }
+  const typename Backend::Guard guard(X);
+  const Plan& plan = cached_plan(problem, Backend::device(X));
+  if (plan.scheme == Scheme::kAten) {
+    count_declined(op, Backend::kCuda, "policy");
+    return std::nullopt;
+  }
+
+  const at::Tensor X_ = to_channels_last(X);
+  const at::Tensor gamma_ = contiguous_or_undefined(gamma);
+  const at::Tensor beta_ = contiguous_or_undefined(beta);
+  const at::ScalarType statistics_type =
+      to_scalar_type(problem.statistics_dtype());
+  const auto empty_statistic = [&] {
+    return Backend::empty(
+        {problem.N, problem.G}, {problem.G, 1}, statistics_type, X);
+  };
+  at::Tensor Y = Backend::empty(
+      X.sizes(), channels_last_strides(X.sizes()), X.scalar_type(), X);
+  at::Tensor mean = empty_statistic();
+  at::Tensor rstd = empty_statistic();
+  const at::Tensor workspace = empty_workspace<Backend>(plan, X);
+
+  ForwardArguments arguments;
+  arguments.X = X_.const_data_ptr();
+  arguments.gamma = data_or_null(gamma_);
+  arguments.beta = data_or_null(beta_);
+  arguments.Y = Y.mutable_data_ptr();
+  arguments.mean = mean.mutable_data_ptr();
+  arguments.rstd = rstd.mutable_data_ptr();
+  arguments.eps = Backend::eps(eps, statistics_type);
+  arguments.workspace = mutable_data_or_null(workspace);
+  Backend::run(problem, plan, arguments);
+  count_taken(op, Backend::kCuda, plan.rule);
+  return Result{std::move(Y), std::move(mean), std::move(rstd)};
+}
+
+// Likewise. The gradients of gamma and beta are of Problem::param_dtype.
+template <typename Backend>
+std::optional<Result> run_backward(
+    Op op,
+    const Classified& call,
+    const at::Tensor& dY,
+    const at::Tensor& X,
+    const at::Tensor& mean,
+    const at::Tensor& rstd,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta) {
+  const Problem& problem = call.problem;
+  if (call.declined) {
+    count_declined(op, Backend::kCuda, call.declined);
+    return std::nullopt;
+  }
+  const typename Backend::Guard guard(X);
+  const Plan& plan = cached_plan(problem, Backend::device(X));
+  if (plan.scheme == Scheme::kAten) {
+    count_declined(op, Backend::kCuda, "policy");
+    return std::nullopt;
+  }
+
+  const at::Tensor X_ = to_channels_last(X);
+  const at::Tensor dY_ = to_channels_last(dY);
+  const at::Tensor mean_ = mean.contiguous();
+  const at::Tensor rstd_ = rstd.contiguous();
+  const at::Tensor gamma_ = contiguous_or_undefined(gamma);
+  const at::Tensor beta_ = contiguous_or_undefined(beta);
+  at::Tensor dX;
+  if (problem.want_dX) {
+    dX = Backend::empty(
+        X.sizes(), channels_last_strides(X.sizes()), X.scalar_type(), X);
+  }
+  const auto empty_parameter = [&](bool wanted) {
+    return wanted
+        ? Backend::empty(
+              {problem.C}, {1}, to_scalar_type(problem.param_dtype), X)
+        : at::Tensor();
+  };
+  at::Tensor dgamma = empty_parameter(problem.want_dgamma);
+  at::Tensor dbeta = empty_parameter(problem.want_dbeta);
+  const at::Tensor workspace = empty_workspace<Backend>(plan, X);
+
+  BackwardArguments arguments;
+  arguments.dY = dY_.const_data_ptr();
+  arguments.X = X_.const_data_ptr();
+  arguments.mean = mean_.const_data_ptr();
+  arguments.rstd = rstd_.const_data_ptr();
+  arguments.gamma = data_or_null(gamma_);
+  arguments.beta = data_or_null(beta_);
+  arguments.dX = mutable_data_or_null(dX);
+  arguments.dgamma = mutable_data_or_null(dgamma);
+  arguments.dbeta = mutable_data_or_null(dbeta);
+  arguments.workspace = mutable_data_or_null(workspace);
+  Backend::run(problem, plan, arguments);
+  count_taken(op, Backend::kCuda, plan.rule);
+  return Result{std::move(dX), std::move(dgamma), std::move(dbeta)};
+}
+
 template <typename Backend>
 Result forward(
     const at::Tensor& X,
@@ -56,50 +168,26 @@ Result forward(
     int64_t HxW,
     int64_t group,
     double eps) {
-  const auto stock = [&](const at::Tensor& input) {
-    return Backend::stock_forward(input, gamma, beta, N, C, HxW, group, eps);
-  };
-  const auto declined = [&](const char* reason) {
-    count_declined(Op::kForward, Backend::kCuda, reason);
-    return stock(RawLayoutScope::is_open() ? X.contiguous() : X);
-  };
-  if (!is_on()) {
-    return stock(RawLayoutScope::is_open() ? X.contiguous() : X);
+  if (is_on()) {
+    if (std::optional<Result> result = run_forward<Backend>(
+            Op::kForward,
+            classify_forward(X, gamma, beta, N, C, HxW, group),
+            X,
+            gamma,
+            beta,
+            eps)) {
+      return *std::move(result);
+    }
   }
-  const Classified call = classify_forward(X, gamma, beta, N, C, HxW, group);
-  if (call.declined) {
-    return declined(call.declined);
-  }
-  const typename Backend::Guard guard(X);
-  const Plan& plan = cached_plan(call.problem, Backend::device(X));
-  if (plan.scheme == Scheme::kAten) {
-    return declined("policy");
-  }
-
-  const at::Tensor X_ = to_channels_last(X);
-  const at::Tensor gamma_ = contiguous_or_undefined(gamma);
-  const at::Tensor beta_ = contiguous_or_undefined(beta);
-  const at::ScalarType param_type = gamma_.defined() ? gamma_.scalar_type()
-      : beta_.defined()                              ? beta_.scalar_type()
-                                                     : X.scalar_type();
-  at::Tensor Y = Backend::empty(
-      X.sizes(), channels_last_strides(X.sizes()), X.scalar_type(), X);
-  at::Tensor mean = Backend::empty({N, group}, {group, 1}, param_type, X);
-  at::Tensor rstd = Backend::empty({N, group}, {group, 1}, param_type, X);
-  const at::Tensor workspace = empty_workspace<Backend>(plan, X);
-
-  ForwardArguments arguments;
-  arguments.X = X_.const_data_ptr();
-  arguments.gamma = data_or_null(gamma_);
-  arguments.beta = data_or_null(beta_);
-  arguments.Y = Y.mutable_data_ptr();
-  arguments.mean = mean.mutable_data_ptr();
-  arguments.rstd = rstd.mutable_data_ptr();
-  arguments.eps = Backend::eps(eps, param_type);
-  arguments.workspace = mutable_data_or_null(workspace);
-  Backend::run(call.problem, plan, arguments);
-  count_taken(Op::kForward, Backend::kCuda, plan.rule);
-  return {std::move(Y), std::move(mean), std::move(rstd)};
+  return Backend::stock_forward(
+      RawLayoutScope::is_open() ? X.contiguous() : X,
+      gamma,
+      beta,
+      N,
+      C,
+      HxW,
+      group,
+      eps);
 }
 
 template <typename Backend>
@@ -114,79 +202,54 @@ Result backward(
     int64_t HxW,
     int64_t group,
     std::array<bool, 3> output_mask) {
-  const auto stock = [&]() {
-    const bool raw = RawLayoutScope::is_open();
-    return Backend::stock_backward(
-        raw ? dY.contiguous() : dY,
-        raw ? X.contiguous() : X,
+  if (is_on()) {
+    std::optional<Result> result = run_backward<Backend>(
+        Op::kBackward,
+        classify_backward(
+            dY,
+            X,
+            mean,
+            rstd,
+            gamma,
+            /*beta=*/std::nullopt,
+            mean.scalar_type(),
+            N,
+            C,
+            HxW,
+            group,
+            output_mask),
+        dY,
+        X,
         mean,
         rstd,
         gamma,
-        N,
-        C,
-        HxW,
-        group,
-        output_mask);
-  };
-  const auto declined = [&](const char* reason) {
-    count_declined(Op::kBackward, Backend::kCuda, reason);
-    return stock();
-  };
-  if (!is_on()) {
-    return stock();
-  }
-  const Classified call = classify_backward(
-      dY, X, mean, rstd, gamma, N, C, HxW, group, output_mask);
-  if (call.declined) {
-    return declined(call.declined);
-  }
-  const typename Backend::Guard guard(X);
-  const Plan& plan = cached_plan(call.problem, Backend::device(X));
-  if (plan.scheme == Scheme::kAten) {
-    return declined("policy");
-  }
-
-  const at::Tensor X_ = to_channels_last(X);
-  const at::Tensor dY_ = to_channels_last(dY);
-  const at::Tensor mean_ = mean.contiguous();
-  const at::Tensor rstd_ = rstd.contiguous();
-  const at::Tensor gamma_ = contiguous_or_undefined(gamma);
-  at::Tensor dX;
-  if (output_mask[0]) {
-    dX = Backend::empty(
-        X.sizes(), channels_last_strides(X.sizes()), X.scalar_type(), X);
-  }
-  const auto empty_parameter = [&](bool wanted) {
-    return wanted ? Backend::empty({C}, {1}, mean.scalar_type(), X)
-                  : at::Tensor();
-  };
-  at::Tensor dgamma = empty_parameter(output_mask[1]);
-  at::Tensor dbeta = empty_parameter(output_mask[2]);
-  const at::Tensor workspace = empty_workspace<Backend>(plan, X);
-
-  BackwardArguments arguments;
-  arguments.dY = dY_.const_data_ptr();
-  arguments.X = X_.const_data_ptr();
-  arguments.mean = mean_.const_data_ptr();
-  arguments.rstd = rstd_.const_data_ptr();
-  arguments.gamma = data_or_null(gamma_);
-  arguments.dX = mutable_data_or_null(dX);
-  arguments.dgamma = mutable_data_or_null(dgamma);
-  arguments.dbeta = mutable_data_or_null(dbeta);
-  arguments.workspace = mutable_data_or_null(workspace);
-  Backend::run(call.problem, plan, arguments);
-  count_taken(Op::kBackward, Backend::kCuda, plan.rule);
-
-  // Parameter gradients have gamma's dtype, or X's where there is no gamma (a
-  // half X with a float beta alone), as stock's.
-  const at::ScalarType grad_type =
-      gamma_.defined() ? gamma_.scalar_type() : X.scalar_type();
-  for (at::Tensor* gradient : {&dgamma, &dbeta}) {
-    if (gradient->defined() && gradient->scalar_type() != grad_type) {
-      *gradient = gradient->to(grad_type);
+        /*beta=*/std::nullopt);
+    if (result) {
+      // Without a gamma, stock's gradients of parameters have X's dtype, even
+      // where a half X has a float beta.
+      if (!gamma.has_value() || !gamma->defined()) {
+        for (at::Tensor* gradient :
+             {&std::get<1>(*result), &std::get<2>(*result)}) {
+          if (gradient->defined()) {
+            *gradient = gradient->to(X.scalar_type());
+          }
+        }
+      }
+      return *std::move(result);
     }
   }
-  return {std::move(dX), std::move(dgamma), std::move(dbeta)};
+  const bool raw = RawLayoutScope::is_open();
+  return Backend::stock_backward(
+      raw ? dY.contiguous() : dY,
+      raw ? X.contiguous() : X,
+      mean,
+      rstd,
+      gamma,
+      N,
+      C,
+      HxW,
+      group,
+      output_mask);
 }
 
 } // namespace gn_override::binding

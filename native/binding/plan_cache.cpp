@@ -32,10 +32,12 @@ size_t index_of(const Problem& problem) {
         static_cast<int>(problem.direction),
         static_cast<int>(problem.dtype),
         static_cast<int>(problem.param_dtype),
+        static_cast<int>(problem.wide_statistics),
+        static_cast<int>(problem.activation),
         static_cast<int>(problem.want_dX),
         static_cast<int>(problem.want_dgamma),
         static_cast<int>(problem.want_dbeta)}) {
-    options = 4 * options + option;
+    options = 8 * options + option;
   }
   mix(options);
   return hash & (kEntries - 1);

@@ -19,17 +19,24 @@ struct Slot {
 constexpr int kSlots = 32;
 using Table = std::array<Slot, kSlots>;
 
-constexpr std::array kTableNames{
-    "native_group_norm cpu ",
-    "native_group_norm cuda ",
-    "native_group_norm_backward cpu ",
-    "native_group_norm_backward cuda ",
-    "native_group_norm cpu aten: ",
-    "native_group_norm cuda aten: ",
-    "native_group_norm_backward cpu aten: ",
-    "native_group_norm_backward cuda aten: ",
+constexpr std::array kOpNames{
+    // by Op
+    "native_group_norm",
+    "native_group_norm_backward",
+    "group_norm_act",
+    "group_norm_act_backward",
 };
-std::array<Table, kTableNames.size()> tables;
+// By op, device (CPU, CUDA) and whether the call was declined.
+std::array<Table, 4 * kOpNames.size()> tables;
+
+Table& table_of(Op op, bool cuda, bool declined) {
+  return tables[4 * static_cast<size_t>(op) + 2 * cuda + declined];
+}
+
+std::string name_of(size_t table) {
+  return std::string(kOpNames[table / 4]) +
+      (table / 2 % 2 ? " cuda " : " cpu ") + (table % 2 ? "aten: " : "");
+}
 
 void count(Table& table, const char* outcome) {
   for (Slot& slot : table) {
@@ -58,11 +65,11 @@ bool set_on(bool value) {
 }
 
 void count_taken(Op op, bool cuda, const char* rule) {
-  count(tables[(op == Op::kBackward ? 2 : 0) + (cuda ? 1 : 0)], rule);
+  count(table_of(op, cuda, /*declined=*/false), rule);
 }
 
 void count_declined(Op op, bool cuda, const char* reason) {
-  count(tables[(op == Op::kBackward ? 6 : 4) + (cuda ? 1 : 0)], reason);
+  count(table_of(op, cuda, /*declined=*/true), reason);
 }
 
 std::map<std::string, int64_t> counters() {
@@ -72,7 +79,7 @@ std::map<std::string, int64_t> counters() {
       const char* outcome = slot.outcome.load(std::memory_order_acquire);
       const int64_t calls = slot.calls.load(std::memory_order_relaxed);
       if (outcome != nullptr && calls > 0) {
-        result[std::string(kTableNames[table]) + outcome] += calls;
+        result[name_of(table) + outcome] += calls;
       }
     }
   }

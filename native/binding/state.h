@@ -12,7 +12,7 @@ bool is_on();
 // Returns the state before.
 bool set_on(bool on);
 
-enum class Op : uint8_t { kForward, kBackward };
+enum class Op : uint8_t { kForward, kBackward, kActForward, kActBackward };
 
 // Count a call that ran on our kernels by policy rule, or one that went to aten
 // by reason. Both texts must have static storage.

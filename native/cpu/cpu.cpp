@@ -218,7 +218,9 @@ class Batch {
   template <typename Void>
   Void* groups(Void* tensor, int64_t n) const {
     return advance(
-        tensor, (first_ + n) * problem_.G, size_of(problem_.param_dtype));
+        tensor,
+        (first_ + n) * problem_.G,
+        size_of(problem_.statistics_dtype()));
   }
 
   void* partial(int64_t i, int64_t which) const {
@@ -226,7 +228,7 @@ class Batch {
   }
   void* map(int64_t n, int64_t which) const {
     return workspace_ + offsets_.maps +
-        (n * CPUWorkspace::kMaps + which) * layout_.folded_stride *
+        (n * layout_.maps + which) * layout_.folded_stride *
         layout_.accumulator;
   }
   double* sums(int64_t n, int64_t which) const {
@@ -247,6 +249,7 @@ class Batch {
         .chunks = plan_.splits,
         .rows_per_chunk = plan_.pixels_per_split,
         .stride = layout_.stride,
+        .wide_statistics = problem_.wide_statistics,
         .partials = partial(n * plan_.splits, 0),
         .scratch = sums(n, 0)};
   }
@@ -314,7 +317,11 @@ void cpu_forward(
 
   const auto step = [&](const Batch& batch, const ParallelFor& pool) {
     const auto affine = [&](int64_t n) {
-      return cpu::Affine{batch.map(n, 0), batch.map(n, 1), batch.map(n, 2)};
+      return cpu::Affine{
+          .center = batch.map(n, 0),
+          .scale = batch.map(n, 1),
+          .shift = batch.map(n, 2),
+          .activation = problem.activation};
     };
     parallel(
         pool,
@@ -383,7 +390,12 @@ void cpu_backward(
   const auto step = [&](const Batch& batch, const ParallelFor& pool) {
     const auto gradient = [&](int64_t n) {
       return cpu::Gradient{
-          batch.map(n, 0), batch.map(n, 1), batch.map(n, 2), batch.map(n, 3)};
+          .center = batch.map(n, 0),
+          .dZ_scale = batch.map(n, 1),
+          .X_scale = batch.map(n, 2),
+          .shift = batch.map(n, 3),
+          .beta = problem.is_fused() ? batch.map(n, 4) : nullptr,
+          .activation = problem.activation};
     };
     parallel(
         pool,
@@ -392,10 +404,13 @@ void cpu_backward(
         [&](int64_t begin, int64_t end) {
           for (int64_t j = begin; j < end; ++j) {
             const int64_t n = batch.sample_of_range(j);
-            parameter.expand_mean(
+            parameter.expand_parameters(
                 batch.sample(j),
+                arguments.gamma,
+                arguments.beta,
                 batch.groups(arguments.mean, n),
-                batch.map(n, 0));
+                batch.groups(arguments.rstd, n),
+                gradient(n));
           }
         });
     parallel(
@@ -408,7 +423,7 @@ void cpu_backward(
                 batch.rows(arguments.dY, i),
                 batch.rows(arguments.X, i),
                 batch.chunk(i),
-                batch.map(batch.sample_of_chunk(i), 0),
+                gradient(batch.sample_of_chunk(i)),
                 batch.partial(i, 0),
                 batch.partial(i, 1));
           }

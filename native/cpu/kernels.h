@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "native/plan/problem.h"
+
 namespace gn_override::cpu {
 
 // Most elements of a folded row: folded sums are on the stack.
@@ -38,24 +40,31 @@ struct Sample {
   int64_t chunks;
   int64_t rows_per_chunk;
   int64_t stride;
+  bool wide_statistics; // mean and rstd are accumulators, not parameters
   const void* partials;
   double* scratch; // [2][stride]
 };
 
-// Y = (X - center) * scale + shift, each [fold * C] accumulators. center is
-// the mean rounded to an accumulator, and shift makes up for the rounding.
+// Y = activation((X - center) * scale + shift), each [fold * C] accumulators.
+// center is the mean rounded to an accumulator, and shift makes up for the
+// rounding.
 struct Affine {
   void* center;
   void* scale;
   void* shift;
+  Activation activation;
 };
 
-// dX = dY * dY_scale + (X - center) * X_scale + shift, each [fold * C].
+// dX = dZ * dZ_scale + (X - center) * X_scale + shift, each [fold * C], where
+// dZ is dY, or with an activation
+//   dZ = dY * activation'((X - center) * dZ_scale + beta).
 struct Gradient {
-  const void* center;
-  void* dY_scale;
+  void* center;
+  void* dZ_scale;
   void* X_scale;
   void* shift;
+  void* beta; // read if there is an activation
+  Activation activation;
 };
 
 // By the type of X.
@@ -63,14 +72,14 @@ struct ElementKernels {
   // (mean, M2 = sum of squared deviations from the mean) of each channel.
   void (*moments)(const void* X, Chunk chunk, void* mean, void* M2);
   void (*normalise)(const void* X, void* Y, Chunk chunk, const Affine& affine);
-  // (sum of dY * (X - center), sum of dY) of each channel.
+  // (sum of dZ * (X - center), sum of dZ) of each channel.
   void (*gradient_sums)(
       const void* dY,
       const void* X,
       Chunk chunk,
-      const void* center,
-      void* dY_X,
-      void* dY_1);
+      const Gradient& gradient,
+      void* dZ_X,
+      void* dZ_1);
   void (*input_gradient)(
       const void* dY,
       const void* X,
@@ -79,8 +88,8 @@ struct ElementKernels {
       const Gradient& gradient);
 };
 
-// By the type of gamma, beta, mean and rstd; mean and rstd point to the
-// sample's first group.
+// By the type of gamma and beta; mean and rstd point to the sample's first
+// group.
 struct ParameterKernels {
   // The chunks' moments -> mean, rstd, affine.
   void (*finish_statistics)(
@@ -91,10 +100,16 @@ struct ParameterKernels {
       void* mean,
       void* rstd,
       const Affine& affine);
-  // mean -> center[fold * C].
-  void (*expand_mean)(const Sample& sample, const void* mean, void* center);
-  // The chunks' gradient sums -> gradient; leaves the sample's own dgamma
-  // [stride] and dbeta [stride] in scratch.
+  // What gradient_sums() reads of a gradient.
+  void (*expand_parameters)(
+      const Sample& sample,
+      const void* gamma,
+      const void* beta,
+      const void* mean,
+      const void* rstd,
+      const Gradient& gradient);
+  // The chunks' gradient sums -> the rest of gradient; leaves the sample's own
+  // dgamma [stride] and dbeta [stride] in scratch.
   void (*finish_sums)(
       const Sample& sample,
       const void* gamma,

@@ -21,6 +21,7 @@
 // the running mean does not add up; chunks and channels are merged in double.
 #pragma once
 
+#include "native/cpu/activation.h"
 #include "native/cpu/kernels.h"
 #include "native/cpu/vector.h"
 
@@ -241,16 +242,18 @@ inline void store_output(T* p, int64_t n, Vector<Accumulator<T>> v) {
   }
 }
 
-template <int R, bool kStream, typename T, typename A>
+template <int R, bool kStream, bool kFused, typename T>
 inline void normalise_rows(
     const T* X,
     T* Y,
     int64_t stride,
     int64_t width,
-    const A* center,
-    const A* scale,
-    const A* shift) {
+    const Affine& affine) {
+  using A = Accumulator<T>;
   using V = Vector<A>;
+  const A* center = as<A>(affine.center);
+  const A* scale = as<A>(affine.scale);
+  const A* shift = as<A>(affine.shift);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
     prefetch<R>(X, stride, v);
     if constexpr (!kStream) {
@@ -259,29 +262,30 @@ inline void normalise_rows(
     const V m = load(center + v);
     const V a = load(scale + v);
     const V b = load(shift + v);
+    V y[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const V x = load<kTail>(X + r * stride + v, n);
-      store_output<kTail, kStream>(Y + r * stride + v, n, fma(x - m, a, b));
+      y[r] = fma(x - m, a, b);
+    }
+    if constexpr (kFused) {
+      activate<A>(affine.activation, y);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      store_output<kTail, kStream>(Y + r * stride + v, n, y[r]);
     }
   });
 }
 
-template <typename T>
-void normalise(const void* X_, void* Y_, Chunk chunk, const Affine& affine) {
-  using A = Accumulator<T>;
-  const T* X = as<T>(X_);
-  T* Y = as<T>(Y_);
-  const A* center = as<A>(affine.center);
-  const A* scale = as<A>(affine.scale);
-  const A* shift = as<A>(affine.shift);
+template <bool kFused, typename T>
+void normalise_chunk(const T* X, T* Y, Chunk chunk, const Affine& affine) {
   const int64_t width = chunk.fold * chunk.C;
   const int64_t rows = chunk.rows / chunk.fold;
   const auto run = [&]<bool kStream>() {
     for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
       const int64_t at = row * width;
-      normalise_rows<R, kStream>(
-          X + at, Y + at, width, width, center, scale, shift);
+      normalise_rows<R, kStream, kFused>(X + at, Y + at, width, width, affine);
     });
   };
   if (can_stream(chunk, Y, width)) {
@@ -291,94 +295,124 @@ void normalise(const void* X_, void* Y_, Chunk chunk, const Affine& affine) {
     run.template operator()<false>();
   }
   const int64_t at = rows * width;
-  normalise_rows<1, false>(
-      X + at, Y + at, 0, chunk.rows * chunk.C - at, center, scale, shift);
+  normalise_rows<1, false, kFused>(
+      X + at, Y + at, 0, chunk.rows * chunk.C - at, affine);
+}
+
+template <typename T>
+void normalise(const void* X, void* Y, Chunk chunk, const Affine& affine) {
+  if (affine.activation == Activation::kIdentity) {
+    normalise_chunk<false>(as<T>(X), as<T>(Y), chunk, affine);
+  } else {
+    normalise_chunk<true>(as<T>(X), as<T>(Y), chunk, affine);
+  }
 }
 
 // --- sums of the backward pass ---------------------------------------------
 
-template <int R, bool kFirst, typename T, typename A>
+// dZ of R rows at column v; `centered` are their X - center.
+template <typename A, int R>
+inline void differentiate_rows(
+    const Gradient& gradient,
+    int64_t v,
+    const Vector<A> (&centered)[R],
+    Vector<A> (&dy)[R]) {
+  using V = Vector<A>;
+  const V a = load(as<A>(gradient.dZ_scale) + v);
+  const V b = load(as<A>(gradient.beta) + v);
+  V z[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    z[r] = fma(centered[r], a, b);
+  }
+  differentiate<A>(gradient.activation, z, dy);
+}
+
+template <int R, bool kFirst, bool kFused, typename T, typename A>
 inline void add_gradient_sums(
     const T* dY,
     const T* X,
     int64_t stride,
     int64_t width,
-    const A* center,
-    A* dY_X,
-    A* dY_1) {
+    const Gradient& gradient,
+    A* dZ_X,
+    A* dZ_1) {
   using V = Vector<A>;
+  const A* center = as<A>(gradient.center);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
     prefetch<R>(dY, stride, v);
     prefetch<R>(X, stride, v);
     const V m = load(center + v);
+    V dz[R];
+    V x[R]; // centered
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      dz[r] = load<kTail>(dY + r * stride + v, n);
+      x[r] = load<kTail>(X + r * stride + v, n) - m;
+    }
+    if constexpr (kFused) {
+      differentiate_rows<A>(gradient, v, x, dz);
+    }
     V sum_X{};
     V sum_1{};
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const V dy = load<kTail>(dY + r * stride + v, n);
-      const V x = load<kTail>(X + r * stride + v, n);
-      sum_X = fma(dy, x - m, sum_X);
-      sum_1 += dy;
+      sum_X = fma(dz[r], x[r], sum_X);
+      sum_1 += dz[r];
     }
     if constexpr (!kFirst) {
-      sum_X += load<kTail>(dY_X + v, n);
-      sum_1 += load<kTail>(dY_1 + v, n);
+      sum_X += load<kTail>(dZ_X + v, n);
+      sum_1 += load<kTail>(dZ_1 + v, n);
     }
-    store<kTail>(dY_X + v, n, sum_X);
-    store<kTail>(dY_1 + v, n, sum_1);
+    store<kTail>(dZ_X + v, n, sum_X);
+    store<kTail>(dZ_1 + v, n, sum_1);
   });
 }
 
-template <typename T, typename A>
+template <bool kFused, typename T, typename A>
 inline void row_gradient_sums(
     const T* dY,
     const T* X,
     int64_t rows,
     int64_t width,
-    const A* center,
-    A* dY_X,
-    A* dY_1) {
+    const Gradient& gradient,
+    A* dZ_X,
+    A* dZ_1) {
   for_rows<kSumRows>(0, rows, [&]<int R>(int64_t row) {
     const int64_t at = row * width;
     if (row == 0) {
-      add_gradient_sums<R, true>(
-          dY + at, X + at, width, width, center, dY_X, dY_1);
+      add_gradient_sums<R, true, kFused>(
+          dY + at, X + at, width, width, gradient, dZ_X, dZ_1);
     } else {
-      add_gradient_sums<R, false>(
-          dY + at, X + at, width, width, center, dY_X, dY_1);
+      add_gradient_sums<R, false, kFused>(
+          dY + at, X + at, width, width, gradient, dZ_X, dZ_1);
     }
   });
 }
 
-template <typename T>
-void gradient_sums(
-    const void* dY_,
-    const void* X_,
+template <bool kFused, typename T, typename A>
+void chunk_gradient_sums(
+    const T* dY,
+    const T* X,
     Chunk chunk,
-    const void* center_,
-    void* dY_X_,
-    void* dY_1_) {
-  using A = Accumulator<T>;
+    const Gradient& gradient,
+    A* dZ_X,
+    A* dZ_1) {
   using V = Vector<A>;
-  const T* dY = as<T>(dY_);
-  const T* X = as<T>(X_);
-  const A* center = as<A>(center_);
-  A* dY_X = as<A>(dY_X_);
-  A* dY_1 = as<A>(dY_1_);
   const int64_t C = chunk.C;
   const int64_t fold = chunk.fold;
   const int64_t rows = chunk.rows / fold;
   if (fold == 1 || rows == 0) {
-    row_gradient_sums(dY, X, chunk.rows, C, center, dY_X, dY_1);
+    row_gradient_sums<kFused>(dY, X, chunk.rows, C, gradient, dZ_X, dZ_1);
     return;
   }
   A folded_X[cpu::kMaxFoldedRow];
   A folded_1[cpu::kMaxFoldedRow];
   const int64_t width = fold * C;
-  row_gradient_sums(dY, X, rows, width, center, folded_X, folded_1);
+  row_gradient_sums<kFused>(dY, X, rows, width, gradient, folded_X, folded_1);
   const int64_t at = rows * width;
-  add_gradient_sums<1, false>(
-      dY + at, X + at, 0, chunk.rows * C - at, center, folded_X, folded_1);
+  add_gradient_sums<1, false, kFused>(
+      dY + at, X + at, 0, chunk.rows * C - at, gradient, folded_X, folded_1);
   for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
     V sum_X{};
     V sum_1{};
@@ -386,25 +420,47 @@ void gradient_sums(
       sum_X += load<kTail>(folded_X + j * C + v, n);
       sum_1 += load<kTail>(folded_1 + j * C + v, n);
     }
-    store<kTail>(dY_X + v, n, sum_X);
-    store<kTail>(dY_1 + v, n, sum_1);
+    store<kTail>(dZ_X + v, n, sum_X);
+    store<kTail>(dZ_1 + v, n, sum_1);
   });
+}
+
+template <typename T>
+void gradient_sums(
+    const void* dY,
+    const void* X,
+    Chunk chunk,
+    const Gradient& gradient,
+    void* dZ_X,
+    void* dZ_1) {
+  using A = Accumulator<T>;
+  const auto run = [&]<bool kFused>() {
+    chunk_gradient_sums<kFused>(
+        as<T>(dY), as<T>(X), chunk, gradient, as<A>(dZ_X), as<A>(dZ_1));
+  };
+  if (gradient.activation == Activation::kIdentity) {
+    run.template operator()<false>();
+  } else {
+    run.template operator()<true>();
+  }
 }
 
 // --- gradient of X ---------------------------------------------------------
 
-template <int R, bool kStream, typename T, typename A>
+template <int R, bool kStream, bool kFused, typename T>
 inline void input_gradient_rows(
     const T* dY,
     const T* X,
     T* dX,
     int64_t stride,
     int64_t width,
-    const A* center,
-    const A* dY_scale,
-    const A* X_scale,
-    const A* shift) {
+    const Gradient& gradient) {
+  using A = Accumulator<T>;
   using V = Vector<A>;
+  const A* center = as<A>(gradient.center);
+  const A* dZ_scale = as<A>(gradient.dZ_scale);
+  const A* X_scale = as<A>(gradient.X_scale);
+  const A* shift = as<A>(gradient.shift);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
     prefetch<R>(dY, stride, v);
     prefetch<R>(X, stride, v);
@@ -412,39 +468,39 @@ inline void input_gradient_rows(
       prefetch<R>(dX, stride, v);
     }
     const V m = load(center + v);
-    const V a = load(dY_scale + v);
+    const V a = load(dZ_scale + v);
     const V b = load(X_scale + v);
     const V c = load(shift + v);
+    V dz[R];
+    V x[R]; // centered
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const V dy = load<kTail>(dY + r * stride + v, n);
-      const V x = load<kTail>(X + r * stride + v, n);
+      dz[r] = load<kTail>(dY + r * stride + v, n);
+      x[r] = load<kTail>(X + r * stride + v, n) - m;
+    }
+    if constexpr (kFused) {
+      differentiate_rows<A>(gradient, v, x, dz);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
       store_output<kTail, kStream>(
-          dX + r * stride + v, n, fma(dy, a, fma(x - m, b, c)));
+          dX + r * stride + v, n, fma(dz[r], a, fma(x[r], b, c)));
     }
   });
 }
 
-template <typename T>
-void input_gradient(
-    const void* dY_,
-    const void* X_,
-    void* dX_,
+template <bool kFused, typename T>
+void chunk_input_gradient(
+    const T* dY,
+    const T* X,
+    T* dX,
     Chunk chunk,
     const Gradient& gradient) {
-  using A = Accumulator<T>;
-  const T* dY = as<T>(dY_);
-  const T* X = as<T>(X_);
-  T* dX = as<T>(dX_);
-  const A* center = as<A>(gradient.center);
-  const A* dY_scale = as<A>(gradient.dY_scale);
-  const A* X_scale = as<A>(gradient.X_scale);
-  const A* shift = as<A>(gradient.shift);
   const int64_t width = chunk.fold * chunk.C;
   const int64_t rows = chunk.rows / chunk.fold;
   const auto map = [&]<int R, bool kStream>(int64_t at, int64_t n) {
-    input_gradient_rows<R, kStream>(
-        dY + at, X + at, dX + at, width, n, center, dY_scale, X_scale, shift);
+    input_gradient_rows<R, kStream, kFused>(
+        dY + at, X + at, dX + at, width, n, gradient);
   };
   const auto run = [&]<bool kStream>() {
     for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
@@ -459,6 +515,21 @@ void input_gradient(
   }
   const int64_t at = rows * width;
   map.template operator()<1, false>(at, chunk.rows * chunk.C - at);
+}
+
+template <typename T>
+void input_gradient(
+    const void* dY,
+    const void* X,
+    void* dX,
+    Chunk chunk,
+    const Gradient& gradient) {
+  if (gradient.activation == Activation::kIdentity) {
+    chunk_input_gradient<false>(
+        as<T>(dY), as<T>(X), as<T>(dX), chunk, gradient);
+  } else {
+    chunk_input_gradient<true>(as<T>(dY), as<T>(X), as<T>(dX), chunk, gradient);
+  }
 }
 
 // --- from the chunks to the groups of a sample -----------------------------
@@ -548,20 +619,38 @@ copy_folds(A* array, int64_t begin, int64_t end, int64_t C, int64_t fold) {
   }
 }
 
+// Element g of mean or rstd.
+template <typename P>
+inline Accumulator<P>
+load_statistic(const Sample& sample, const void* statistics, int64_t g) {
+  return sample.wide_statistics ? as<Accumulator<P>>(statistics)[g]
+                                : load_one(as<P>(statistics) + g);
+}
+template <typename P>
+inline void store_statistic(
+    const Sample& sample,
+    void* statistics,
+    int64_t g,
+    Accumulator<P> value) {
+  if (sample.wide_statistics) {
+    as<Accumulator<P>>(statistics)[g] = value;
+  } else {
+    store_one(as<P>(statistics) + g, value);
+  }
+}
+
 template <typename P>
 void finish_statistics(
     const Sample& sample,
     const void* gamma_,
     const void* beta_,
     double eps,
-    void* mean_,
-    void* rstd_,
+    void* mean,
+    void* rstd,
     const Affine& affine) {
   using A = Accumulator<P>;
   const P* gamma = as<P>(gamma_);
   const P* beta = as<P>(beta_);
-  P* mean = as<P>(mean_);
-  P* rstd = as<P>(rstd_);
   A* center = as<A>(affine.center);
   A* scale = as<A>(affine.scale);
   A* shift = as<A>(affine.shift);
@@ -598,8 +687,8 @@ void finish_statistics(
     const double r = 1 / __builtin_sqrt(sum(sums + g * D, D) / count + eps);
     const A rounded = static_cast<A>(m);
     const A rest = static_cast<A>(m - static_cast<double>(rounded));
-    store_one(mean + g, rounded);
-    store_one(rstd + g, static_cast<A>(r));
+    store_statistic<P>(sample, mean, g, rounded);
+    store_statistic<P>(sample, rstd, g, static_cast<A>(r));
     fill(center + g * D, D, rounded);
     fill(scale + g * D, D, static_cast<A>(r));
     fill(shift + g * D, D, rest);
@@ -624,34 +713,55 @@ void finish_statistics(
 }
 
 template <typename P>
-void expand_mean(const Sample& sample, const void* mean_, void* center_) {
+void expand_parameters(
+    const Sample& sample,
+    const void* gamma_,
+    const void* beta_,
+    const void* mean,
+    const void* rstd,
+    const Gradient& gradient) {
   using A = Accumulator<P>;
-  const P* mean = as<P>(mean_);
-  A* center = as<A>(center_);
+  using V = Vector<A>;
+  const P* gamma = as<P>(gamma_);
+  const P* beta_in = as<P>(beta_);
+  A* center = as<A>(gradient.center);
+  A* dZ_scale = as<A>(gradient.dZ_scale);
+  A* beta = as<A>(gradient.beta);
   const int64_t D = sample.D;
+  const int64_t begin = sample.group_begin * D;
+  const int64_t end = sample.group_end * D;
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
-    fill(center + g * D, D, load_one(mean + g));
+    fill(center + g * D, D, load_statistic<P>(sample, mean, g));
   }
-  copy_folds(
-      center,
-      sample.group_begin * D,
-      sample.group_end * D,
-      sample.C,
-      sample.fold);
+  copy_folds(center, begin, end, sample.C, sample.fold);
+  if (gradient.activation == Activation::kIdentity) {
+    return;
+  }
+  for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
+    fill(dZ_scale + g * D, D, load_statistic<P>(sample, rstd, g));
+  }
+  for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+    if (gamma) {
+      const V r = load<kTail>(dZ_scale + v, n);
+      store<kTail>(dZ_scale + v, n, r * load<kTail>(gamma + v, n));
+    }
+    store<kTail>(beta + v, n, beta_in ? load<kTail>(beta_in + v, n) : V{});
+  });
+  copy_folds(dZ_scale, begin, end, sample.C, sample.fold);
+  copy_folds(beta, begin, end, sample.C, sample.fold);
 }
 
 // With M = D * HxW, r = rstd, xhat = (X - mean) * r and sums over the group,
-//   dX = r * (gamma dY - sum(gamma dY) / M - xhat * sum(gamma dY xhat) / M).
+//   dX = r * (gamma dZ - sum(gamma dZ) / M - xhat * sum(gamma dZ xhat) / M).
 template <typename P>
 void finish_sums(
     const Sample& sample,
     const void* gamma_,
-    const void* rstd_,
+    const void* rstd,
     const Gradient& gradient) {
   using A = Accumulator<P>;
   const P* gamma = as<P>(gamma_);
-  const P* rstd = as<P>(rstd_);
-  A* dY_scale = as<A>(gradient.dY_scale);
+  A* dZ_scale = as<A>(gradient.dZ_scale);
   A* X_scale = as<A>(gradient.X_scale);
   A* shift = as<A>(gradient.shift);
   double* dgamma = sample.scratch;
@@ -671,25 +781,25 @@ void finish_sums(
     store<kTail>(dgamma + v, n, sum_X);
     store<kTail>(dbeta + v, n, sum_1);
   });
-  // dY_scale holds gamma until its sums are known.
+  // dZ_scale holds gamma until its sums are known.
   for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
     store<kTail>(
-        dY_scale + v,
+        dZ_scale + v,
         n,
         gamma ? load<kTail>(gamma + v, n) : broadcast<Vector<A>>(A(1)));
   });
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
     const int64_t c = g * D;
-    const A rounded = load_one(rstd + g);
+    const A rounded = load_statistic<P>(sample, rstd, g);
     const double r = static_cast<double>(rounded);
-    const double sum_X = dot(dY_scale + c, dgamma + c, D);
-    const double sum_1 = dot(dY_scale + c, dbeta + c, D);
+    const double sum_X = dot(dZ_scale + c, dgamma + c, D);
+    const double sum_1 = dot(dZ_scale + c, dbeta + c, D);
     multiply(dgamma + c, D, r);
-    multiply(dY_scale + c, D, rounded);
+    multiply(dZ_scale + c, D, rounded);
     fill(X_scale + c, D, static_cast<A>(-r * r * r * sum_X / count));
     fill(shift + c, D, static_cast<A>(-r * sum_1 / count));
   }
-  copy_folds(dY_scale, begin, end, sample.C, sample.fold);
+  copy_folds(dZ_scale, begin, end, sample.C, sample.fold);
   copy_folds(X_scale, begin, end, sample.C, sample.fold);
   copy_folds(shift, begin, end, sample.C, sample.fold);
 }
@@ -719,7 +829,10 @@ constexpr cpu::ElementKernels element_kernels() {
 template <typename P>
 constexpr cpu::ParameterKernels parameter_kernels() {
   return {
-      finish_statistics<P>, expand_mean<P>, finish_sums<P>, store_totals<P>};
+      finish_statistics<P>,
+      expand_parameters<P>,
+      finish_sums<P>,
+      store_totals<P>};
 }
 
 // In the order of DType.

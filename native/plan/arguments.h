@@ -21,6 +21,7 @@ struct BackwardArguments {
   const void* mean = nullptr;
   const void* rstd = nullptr;
   const void* gamma = nullptr; // null: ones
+  const void* beta = nullptr; // null: zeros; read where Problem::is_fused()
   void* dX = nullptr; // null where Problem does not want it
   void* dgamma = nullptr; // likewise
   void* dbeta = nullptr; // likewise

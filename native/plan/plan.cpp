@@ -37,6 +37,22 @@ const char* name(DType dtype) {
   return "?";
 }
 
+const char* name(Activation activation) {
+  switch (activation) {
+    case Activation::kIdentity:
+      return "identity";
+    case Activation::kRelu:
+      return "relu";
+    case Activation::kSilu:
+      return "silu";
+    case Activation::kGelu:
+      return "gelu";
+    case Activation::kGeluTanh:
+      return "gelu_tanh";
+  }
+  return "?";
+}
+
 // Our texts hold no control characters: quotes and backslashes are all there is
 // to escape.
 std::string quoted(std::string_view text) {
@@ -85,6 +101,9 @@ std::string to_string(const Problem& problem) {
   out += std::string(" ") + name(problem.dtype);
   if (problem.param_dtype != problem.dtype) {
     out += std::string(" with ") + name(problem.param_dtype) + " parameters";
+  }
+  if (problem.is_fused()) {
+    out += std::string(" ") + name(problem.activation);
   }
   out += problem.channels_last ? " channels-last" : " NCHW";
   if (problem.alignment < 16) {

@@ -16,6 +16,8 @@ namespace gn_override {
 enum class DType : uint8_t { kFloat, kDouble, kHalf, kBFloat16 };
 enum class DeviceType : uint8_t { kCPU, kCUDA };
 enum class Direction : uint8_t { kForward, kBackward };
+// What the norm is followed by: Y = activation(Z) with Z the normalised X.
+enum class Activation : uint8_t { kIdentity, kRelu, kSilu, kGelu, kGeluTanh };
 
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
@@ -34,11 +36,14 @@ struct Problem {
   DeviceType device = DeviceType::kCUDA;
   Direction direction = Direction::kForward;
   DType dtype = DType::kFloat; // X, Y, dY, dX
-  DType param_dtype = DType::kFloat; // gamma, beta, mean, rstd, dgamma, dbeta
+  DType param_dtype = DType::kFloat; // gamma, beta, dgamma, dbeta
+  // mean and rstd are of the type that sums are kept in, not of param_dtype.
+  bool wide_statistics = false;
   int64_t N = 0;
   int64_t C = 0;
   int64_t HxW = 0;
   int64_t G = 0;
+  Activation activation = Activation::kIdentity;
   // X is dense in [N, HxW, C] order, and is not dense in [N, C, HxW] order as
   // well: a tensor that is both (HxW == 1 or C == 1) counts as NCHW.
   bool channels_last = true;
@@ -62,8 +67,17 @@ struct Problem {
     return numel() * size_of(dtype);
   }
   // Of the type that sums are kept in.
+  constexpr DType accumulator_dtype() const {
+    return dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
+  }
   constexpr int64_t accumulator_bytes() const {
-    return dtype == DType::kDouble ? 8 : 4;
+    return size_of(accumulator_dtype());
+  }
+  constexpr DType statistics_dtype() const {
+    return wide_statistics ? accumulator_dtype() : param_dtype;
+  }
+  constexpr bool is_fused() const {
+    return activation != Activation::kIdentity;
   }
   constexpr bool wants_parameters() const {
     return direction == Direction::kBackward && (want_dgamma || want_dbeta);

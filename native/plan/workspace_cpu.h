@@ -13,16 +13,13 @@ namespace gn_override {
 struct CPUWorkspace {
   // A batch of S samples has
   //   partials   accumulators [S][splits][2][stride]
-  //   maps       accumulators [S][kMaps][folded_stride]
+  //   maps       accumulators [S][maps][folded_stride]
   //   sums       double [S][2][stride]
   struct Batch {
     int64_t maps; // offset
     int64_t sums; // offset
     int64_t bytes;
   };
-  // Forward: center, scale, shift. Backward: center, dY_scale, X_scale, shift.
-  static constexpr int64_t kMaps = 4;
-
   // The gradients of gamma and beta are summed over runs of consecutive
   // samples, then over the runs: the order is the same for any number of
   // threads, and the sums of the runs stay small for any number of samples.
@@ -31,6 +28,9 @@ struct CPUWorkspace {
   int64_t accumulator; // size of one
   int64_t stride; // elements: C, and room for a vector at any of them
   int64_t folded_stride; // elements: fold * C, likewise
+  // Forward: center, scale, shift. Backward: center, dZ_scale, X_scale, shift
+  // and, with an activation, beta.
+  int64_t maps;
   int64_t samples_per_run;
   int64_t runs; // 0 in a forward
   Batch own; // one sample; there are plan.slots of it
@@ -42,6 +42,10 @@ struct CPUWorkspace {
       : accumulator(problem.accumulator_bytes()),
         stride(padded(problem.C)),
         folded_stride(padded(problem.C * plan.fold)),
+        maps(
+            problem.direction == Direction::kForward ? 3
+                : problem.is_fused()                 ? 5
+                                                     : 4),
         samples_per_run(
             std::max<int64_t>(1, (problem.N + kMostRuns - 1) / kMostRuns)),
         runs(
@@ -60,7 +64,7 @@ struct CPUWorkspace {
   Batch batch(const Plan& plan, int64_t samples) const {
     Batch result;
     result.maps = samples * plan.splits * 2 * stride * accumulator;
-    result.sums = result.maps + samples * kMaps * folded_stride * accumulator;
+    result.sums = result.maps + samples * maps * folded_stride * accumulator;
     result.bytes = result.sums + samples * 2 * stride * 8;
     return result;
   }

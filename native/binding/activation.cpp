@@ -1,0 +1,380 @@
+#include "native/binding/activation.h"
+
+#include <ATen/Functions.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <array>
+#include <string>
+
+#include "native/binding/autograd.h"
+
+namespace gn_override::binding {
+
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct NamedActivation {
+  std::string_view name;
+  Activation activation;
+};
+constexpr std::array kActivations{
+    NamedActivation{"identity", Activation::kIdentity},
+    NamedActivation{"relu", Activation::kRelu},
+    NamedActivation{"silu", Activation::kSilu},
+    NamedActivation{"gelu", Activation::kGelu},
+    NamedActivation{"gelu_tanh", Activation::kGeluTanh},
+};
+
+// -- the composite -----------------------------------------------------------
+
+Tensor activate(const Tensor& Z, Activation activation) {
+  switch (activation) {
+    case Activation::kIdentity:
+      return Z;
+    case Activation::kRelu:
+      return at::relu(Z);
+    case Activation::kSilu:
+      return at::silu(Z);
+    case Activation::kGelu:
+      return at::gelu(Z, "none");
+    case Activation::kGeluTanh:
+      return at::gelu(Z, "tanh");
+  }
+  return Z;
+}
+
+Tensor differentiate(const Tensor& dY, const Tensor& Z, Activation activation) {
+  switch (activation) {
+    case Activation::kIdentity:
+      return dY;
+    case Activation::kRelu:
+      return at::threshold_backward(dY, Z, 0);
+    case Activation::kSilu:
+      return at::silu_backward(dY, Z);
+    case Activation::kGelu:
+      return at::gelu_backward(dY, Z, "none");
+    case Activation::kGeluTanh:
+      return at::gelu_backward(dY, Z, "tanh");
+  }
+  return dY;
+}
+
+at::ScalarType accumulator_type(const Tensor& X) {
+  return X.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+struct SymbolicSizes {
+  c10::SymInt N;
+  c10::SymInt C;
+  c10::SymInt HxW = 1;
+
+  explicit SymbolicSizes(const Tensor& X) : N(X.sym_size(0)), C(X.sym_size(1)) {
+    for (int64_t d = 2; d < X.dim(); ++d) {
+      HxW *= X.sym_size(d);
+    }
+  }
+};
+
+// What aten's group_norm does not take, it refuses in its own words.
+void check_arguments(
+    const Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta) {
+  const at::ScalarType type = X.scalar_type();
+  const at::ScalarType param_type = param_type_of(X, gamma, beta);
+  const bool half = type == at::kHalf || type == at::kBFloat16;
+  const auto fits = [&](const OptionalTensor& parameter) {
+    return !defined(parameter) ||
+        (parameter->dim() == 1 && parameter->sym_numel() == X.sym_size(1) &&
+         parameter->scalar_type() == param_type);
+  };
+  if (X.dim() < 2 || group <= 0 || X.sym_size(1) % group != 0 ||
+      !at::isFloatingType(type) ||
+      (param_type != type && !(half && param_type == at::kFloat)) ||
+      !fits(gamma) || !fits(beta)) {
+    at::group_norm(X, group, gamma, beta);
+  }
+}
+
+OptionalTensor to(const OptionalTensor& tensor, at::ScalarType type) {
+  return defined(tensor) ? tensor->to(type) : tensor;
+}
+
+} // namespace
+
+Activation parse_activation(std::string_view name) {
+  std::string valid;
+  for (const NamedActivation& candidate : kActivations) {
+    if (candidate.name == name) {
+      return candidate.activation;
+    }
+    valid += (valid.empty() ? "" : ", ") + std::string(candidate.name);
+  }
+  TORCH_CHECK_VALUE(
+      false,
+      "gn_override: activation must be one of " + valid + ", got \"" +
+          std::string(name) + "\"");
+}
+
+Result composite_forward(
+    const Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  const Activation kind = parse_activation(activation);
+  check_arguments(X, group, gamma, beta);
+  const SymbolicSizes sizes(X);
+  const at::ScalarType type = accumulator_type(X);
+  const auto [Z, mean, rstd] = at::native_group_norm_symint(
+      X.to(type).contiguous(),
+      to(gamma, type),
+      to(beta, type),
+      sizes.N,
+      sizes.C,
+      sizes.HxW,
+      group,
+      eps);
+  return {activate(Z, kind).to(X.scalar_type()), mean, rstd};
+}
+
+Result composite_backward(
+    const Tensor& dY,
+    const Tensor& X,
+    const Tensor& mean,
+    const Tensor& rstd,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    int64_t group,
+    std::string_view activation,
+    std::array<bool, 3> output_mask) {
+  const Activation kind = parse_activation(activation);
+  check_arguments(X, group, gamma, beta);
+  const SymbolicSizes sizes(X);
+  const at::ScalarType type = accumulator_type(X);
+  const Tensor x = X.to(type).contiguous();
+  // Stock's kernels refuse some masks without a gamma.
+  const Tensor weight = defined(gamma)
+      ? gamma->to(type)
+      : at::ones_symint({sizes.C}, X.options().dtype(type));
+  Tensor dZ = dY.to(type);
+  if (kind != Activation::kIdentity) {
+    const std::array of_group{sizes.N, c10::SymInt(group), c10::SymInt(1)};
+    Tensor Z = x.reshape_symint({sizes.N, group, sizes.C / group * sizes.HxW});
+    Z = (Z - mean.reshape_symint(of_group)) * rstd.reshape_symint(of_group);
+    Z = Z.reshape_symint({sizes.N, sizes.C, sizes.HxW}) * weight.unsqueeze(1);
+    if (defined(beta)) {
+      Z = Z + beta->to(type).unsqueeze(1);
+    }
+    dZ = differentiate(dZ, Z.reshape_symint(X.sym_sizes()), kind);
+  }
+  auto [dX, dgamma, dbeta] = at::native_group_norm_backward_symint(
+      dZ.contiguous(),
+      x,
+      mean.to(type),
+      rstd.to(type),
+      weight,
+      sizes.N,
+      sizes.C,
+      sizes.HxW,
+      group,
+      {true, true, true});
+  const at::ScalarType param_type = param_type_of(X, gamma, beta);
+  return {
+      output_mask[0] ? dX.to(X.scalar_type()) : Tensor(),
+      output_mask[1] ? dgamma.to(param_type) : Tensor(),
+      output_mask[2] ? dbeta.to(param_type) : Tensor()};
+}
+
+// -- autograd ----------------------------------------------------------------
+
+namespace {
+
+Result call_forward(
+    const Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("gn_override::group_norm_act", "")
+          .typed<decltype(composite_forward)>();
+  return op.call(X, group, gamma, beta, eps, activation);
+}
+
+Result call_backward(
+    const Tensor& dY,
+    const Tensor& X,
+    const Tensor& mean,
+    const Tensor& rstd,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    int64_t group,
+    std::string_view activation,
+    std::array<bool, 3> output_mask) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("gn_override::group_norm_act_backward", "")
+          .typed<decltype(composite_backward)>();
+  return op.call(
+      dY, X, mean, rstd, gamma, beta, group, activation, output_mask);
+}
+
+struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
+  static constexpr bool is_traceable = true; // by compiled autograd
+
+  static variable_list forward(
+      AutogradContext* ctx,
+      const Tensor& X,
+      const OptionalTensor& gamma,
+      const OptionalTensor& beta,
+      int64_t group,
+      double eps,
+      std::string_view activation) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [Y, mean, rstd] = call_forward(X, group, gamma, beta, eps, activation);
+    ctx->save_for_backward(
+        {X, gamma.value_or(Tensor()), beta.value_or(Tensor()), mean, rstd});
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["eps"] = eps;
+    ctx->saved_data["activation"] = std::string(activation);
+    ctx->mark_non_differentiable({mean, rstd});
+    ctx->set_materialize_grads(false);
+    return {Y, mean, rstd};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    variable_list gradients(6); // an undefined one for each other argument
+    const Tensor& dY = grads[0];
+    if (!dY.defined()) {
+      return gradients;
+    }
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor& X = saved[0];
+    const Tensor& gamma = saved[1];
+    const Tensor& beta = saved[2];
+    const int64_t group = ctx->saved_data["group"].toInt();
+    const std::string activation = ctx->saved_data["activation"].toStringRef();
+    // Edges are counted over the operands that are defined.
+    const std::array<bool, 3> wanted{
+        ctx->needs_input_grad(0),
+        gamma.defined() && ctx->needs_input_grad(1),
+        beta.defined() && ctx->needs_input_grad(gamma.defined() ? 2 : 1)};
+    if (at::GradMode::is_enabled()) {
+      const double eps = ctx->saved_data["eps"].toDouble();
+      const variable_list computed = differentiable_backward(
+          dY,
+          {X, gamma, beta},
+          wanted,
+          [&](const Tensor& x, const Tensor& weight, const Tensor& bias) {
+            return std::get<0>(
+                composite_forward(x, group, weight, bias, eps, activation));
+          });
+      std::copy(computed.begin(), computed.end(), gradients.begin());
+    } else {
+      std::tie(gradients[0], gradients[1], gradients[2]) = call_backward(
+          dY, X, saved[3], saved[4], gamma, beta, group, activation, wanted);
+    }
+    return gradients;
+  }
+};
+
+Result autograd_forward(
+    const Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  // Neither takes a C++ autograd function.
+  if (is_dual(X) || is_dual(gamma) || is_dual(beta) ||
+      inside_functorch_transform()) {
+    return composite_forward(X, group, gamma, beta, eps, activation);
+  }
+  if (at::GradMode::is_enabled() &&
+      (requires_grad(X) || requires_grad(gamma) || requires_grad(beta))) {
+    variable_list results =
+        ActivatedNorm::apply(X, gamma, beta, group, eps, activation);
+    return {results[0], results[1], results[2]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_forward(X, group, gamma, beta, eps, activation);
+}
+
+// -- autocast ----------------------------------------------------------------
+
+// In float, as aten's group_norm.
+template <c10::DeviceType kDevice>
+Result autocast_forward(
+    const Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const auto to_float = [](const auto& tensor) {
+    return at::autocast::cached_cast(at::kFloat, tensor, kDevice);
+  };
+  return call_forward(
+      to_float(X), group, to_float(gamma), to_float(beta), eps, activation);
+}
+
+// -- registration ------------------------------------------------------------
+
+// Fake kernels are in gn_override/_meta.py.
+TORCH_LIBRARY_FRAGMENT(gn_override, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+  m.def(
+      "group_norm_act(Tensor input, int num_groups, Tensor? weight=None, "
+      "Tensor? bias=None, float eps=1e-05, str activation=\"identity\") -> "
+      "(Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "group_norm_act_backward(Tensor grad_out, Tensor input, Tensor mean, "
+      "Tensor rstd, Tensor? weight, Tensor? bias, int num_groups, "
+      "str activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(gn_override, CompositeExplicitAutograd, m) {
+  m.impl("group_norm_act", TORCH_FN(composite_forward));
+  m.impl("group_norm_act_backward", TORCH_FN(composite_backward));
+}
+
+TORCH_LIBRARY_IMPL(gn_override, FuncTorchBatchedDecomposition, m) {
+  m.impl("group_norm_act", TORCH_FN(composite_forward));
+  m.impl("group_norm_act_backward", TORCH_FN(composite_backward));
+}
+
+TORCH_LIBRARY_IMPL(gn_override, Autograd, m) {
+  m.impl("group_norm_act", TORCH_FN(autograd_forward));
+  m.impl(
+      "group_norm_act_backward",
+      torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(gn_override, AutocastCPU, m) {
+  m.impl("group_norm_act", TORCH_FN(autocast_forward<c10::DeviceType::CPU>));
+}
+
+TORCH_LIBRARY_IMPL(gn_override, AutocastCUDA, m) {
+  m.impl("group_norm_act", TORCH_FN(autocast_forward<c10::DeviceType::CUDA>));
+}
+
+} // namespace
+
+} // namespace gn_override::binding
