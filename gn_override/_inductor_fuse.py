@@ -65,7 +65,7 @@ def _fuse(graph: Graph) -> None:
         (activation,) = norm.users
         name = _name(norm, activation)
         arguments = _arguments(*norm.args, **norm.kwargs)
-        if name is None or not _taken(norm, *arguments) or not _together(norm, activation):
+        if name is None or not _taken(*arguments) or not _together(norm, activation):
             continue
         with graph.inserting_before(norm):
             op = torch.ops.gn_override.group_norm_act.default
@@ -96,17 +96,16 @@ def _name(norm: Node, activation: Node) -> str | None:
     return _activations.of_call(activation.target, *activation.args[1:], **activation.kwargs)
 
 
-def _taken(norm: Node, input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> bool:
-    """Whether our kernels take the norm, and return the dtype that it returns."""
+def _taken(input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> bool:
+    """Whether our kernels take the norm."""
     X, gamma, beta = (_value(argument) for argument in (input, weight, bias))
-    Y = _value(norm)
-    if not isinstance(X, Tensor) or not isinstance(Y, Tensor) or not isinstance(num_groups, int):
-        return False
-    if any(a is not None and not isinstance(v, Tensor) for a, v in ((weight, gamma), (bias, beta))):
+    known = isinstance(X, Tensor) and isinstance(num_groups, int) and isinstance(eps, float)
+    for argument, value in ((weight, gamma), (bias, beta)):
+        known = known and (argument is None or isinstance(value, Tensor))
+    if not known:
         return False
     sizes = X.shape[0], X.shape[1], math.prod(X.shape[2:]), num_groups
-    # Autocast can make the norm float32, and our operator does not.
-    return Y.dtype == X.dtype and _meta.takes_forward(X, gamma, beta, *sizes, eps)
+    return _meta.takes_forward(X, gamma, beta, *sizes, eps)
 
 
 def _together(norm: Node, activation: Node) -> bool:

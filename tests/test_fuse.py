@@ -194,7 +194,6 @@ def test_unknown_activation() -> None:
         ((2, 8, 6, 5), 4, 7),
         ((1, 4, 1, 1), 4, 4),
         ((1, 5, 1, 1), 3, 5),
-        ((2, 0, 6, 5), 4, 0),
     ],
 )
 def test_bad_input(shape: tuple[int, ...], groups: int, width: int) -> None:
@@ -256,7 +255,7 @@ def test_sequential(device: str, activation: str) -> None:
     children = list(model)
     fusion = check_fused(model, image(device), pairs=2, calls_made=2)
     kind = activation.split()[0]
-    assert fusion.fused == (FusedPair("1", "2", kind), FusedPair("3", "2", kind))
+    assert fusion.fused == (FusedPair("1", "2", kind), FusedPair("3", "5", kind))
     assert fusion.skipped == (SkippedNorm("6", NO_ACTIVATION),)
     assert isinstance(model, nn.Sequential)
     assert all(map(lambda a, b: a is b, model, children))
@@ -268,7 +267,7 @@ class Functions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.GroupNorm(4, 8)
-        self.block = nn.ModuleDict({"norm": nn.GroupNorm(2, 8)})
+        self.block = nn.ModuleDict({"norm": nn.GroupNorm(2, 8, affine=False)})
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(x))
@@ -286,7 +285,7 @@ class Functions(nn.Module):
 
 
 def test_functions() -> None:
-    fusion = check_fused(randomised(Functions()), image(), pairs=11, calls_made=12)
+    fusion = check_fused(randomised(Functions()), image(), pairs=10, calls_made=11)
     assert FusedPair("norm", "F.gelu", "gelu_tanh") in fusion.fused
     assert FusedPair("", "F.silu", "silu") in fusion.fused
     assert "norm + F.relu (relu)" in str(fusion)
@@ -507,7 +506,7 @@ def test_decorated() -> None:
 
 def test_replaced_forward() -> None:
     model = nn.Sequential(nn.GroupNorm(4, 8), nn.ReLU())
-    model.forward = lambda x: x.exp()
+    model.forward = model[0].forward
     (skipped,) = check_left(model, image())
     assert skipped.reason == "Sequential.forward is replaced on the instance"
 

@@ -315,8 +315,7 @@ Result autograd_forward(
 
 // -- autocast ----------------------------------------------------------------
 
-// In float, as aten's group_norm.
-template <c10::DeviceType kDevice>
+// In float, as aten's group_norm; it has no rule for the CPU, nor have we.
 Result autocast_forward(
     const Tensor& X,
     int64_t group,
@@ -325,9 +324,9 @@ Result autocast_forward(
     double eps,
     std::string_view activation) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+      c10::DispatchKey::AutocastCUDA);
   const auto to_float = [](const auto& tensor) {
-    return at::autocast::cached_cast(at::kFloat, tensor, kDevice);
+    return at::autocast::cached_cast(at::kFloat, tensor, c10::kCUDA);
   };
   return call_forward(
       to_float(X), group, to_float(gamma), to_float(beta), eps, activation);
@@ -367,12 +366,8 @@ TORCH_LIBRARY_IMPL(gn_override, Autograd, m) {
       torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(gn_override, AutocastCPU, m) {
-  m.impl("group_norm_act", TORCH_FN(autocast_forward<c10::DeviceType::CPU>));
-}
-
 TORCH_LIBRARY_IMPL(gn_override, AutocastCUDA, m) {
-  m.impl("group_norm_act", TORCH_FN(autocast_forward<c10::DeviceType::CUDA>));
+  m.impl("group_norm_act", TORCH_FN(autocast_forward));
 }
 
 } // namespace
