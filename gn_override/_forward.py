@@ -25,7 +25,6 @@ import builtins
 import copy
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
@@ -92,16 +91,19 @@ class Forward:
         if not isinstance(function, FunctionType):
             raise Unreadable("is no Python function")
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            lines, first = inspect.getsourcelines(function)
+            # A method is indented; to dedent it would change its docstring.
+            head = "if True:\n" if lines[0][0].isspace() else "\n"
+            tree = ast.parse(head + "".join(lines))
         except (OSError, TypeError, SyntaxError):
             raise Unreadable("has no source that can be read") from None
-        definition = tree.body[0]
+        ast.increment_lineno(tree, first - 2)
+        definition = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
         if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
             raise Unreadable("is decorated, or no plain function")
         if set(function.__code__.co_freevars) - {"__class__"}:
             raise Unreadable("is a closure")
         _drop_defaults(definition)
-        ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
         self._function = function
         if _symbols(self._make(definition, run=None)) != _symbols(function):
             raise Unreadable("is not what its source says")
@@ -151,8 +153,8 @@ _Ending = ast.Assign | ast.Return
 def _symbols(function: FunctionType) -> tuple[Any, ...]:
     """What a function's code names and holds; its instructions depend on the module around it."""
     code = function.__code__
-    constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
-    return code.co_names, code.co_varnames, repr(constants)
+    constants = [(type(value), value) for value in code.co_consts if type(value) is not CodeType]
+    return code.co_names, code.co_varnames, constants
 
 
 def _drop_defaults(definition: ast.FunctionDef) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -301,6 +302,10 @@ class Branches(nn.Module):
         self.mode = mode
 
     def forward(self, x: Tensor, shift: Tensor | None = None, *, times: int = 1) -> Tensor:
+        """As ResNet blocks of diffusion models do.
+
+        This line is indented.
+        """
         h = self.norm1(x)
         h = self.act(h)
         if shift is not None:
@@ -342,6 +347,17 @@ def test_branches(mode: str) -> None:
                 model.mode = stock.mode = now
                 actual = model(x, shift, times=3)
                 torch.testing.assert_close(actual, stock(x, shift, times=3), rtol=1e-4, atol=1e-4)
+
+
+def test_traceback() -> None:
+    """A fused forward has the lines of its source."""
+    model = Branches()
+    gn_override.fuse(model)
+    with pytest.raises(RuntimeError) as error:
+        model(image(), torch.randn(3, 8))
+    line = next(entry for entry in error.traceback if entry.name == "forward").statement
+    assert str(line).strip() == "h = h + shift"
+    assert str(inspect.signature(model.forward)) == str(inspect.signature(Branches().forward))
 
 
 def test_two_variables() -> None:
@@ -755,10 +771,10 @@ def test_diffusers_vae() -> None:
 @pytest.mark.parametrize("name", ["GroupNormAct", "GroupNorm1Act"])
 def test_timm_norm(name: str) -> None:
     layers = pytest.importorskip("timm.layers")
-    norm = getattr(layers, name)(8)
-    fusion = check_fused(nn.Sequential(norm), image(C=8), pairs=1, calls_made=1)
+    norm = getattr(layers, name)(64)
+    fusion = check_fused(nn.Sequential(norm), image(C=64), pairs=1, calls_made=1)
     assert fusion.fused == (FusedPair("0", "0.act", "relu"),)
-    check_left(nn.Sequential(getattr(layers, name)(8, apply_act=False)), image(C=8))
+    check_left(nn.Sequential(getattr(layers, name)(64, apply_act=False)), image(C=64))
 
 
 def test_timm_resnet() -> None:
