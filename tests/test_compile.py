@@ -476,6 +476,9 @@ def test_modules_with_an_activation(device: str, layout: str) -> None:
         with expect_calls(device, ours, ours, FUSED):
             actual = train(compiled(module), X)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    with gn_override.disabled():
+        actual = train(compiled(module), X)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda
