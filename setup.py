@@ -68,10 +68,18 @@ CUDA_SOURCES = [
     "native/launch/resident_bfloat16.cu",
     "native/launch/resident_double.cu",
     "native/launch/resident_float.cu",
+    "native/launch/resident_fused_bfloat16.cu",
+    "native/launch/resident_fused_double.cu",
+    "native/launch/resident_fused_float.cu",
+    "native/launch/resident_fused_half.cu",
     "native/launch/resident_half.cu",
     "native/launch/two_pass_bfloat16.cu",
     "native/launch/two_pass_double.cu",
     "native/launch/two_pass_float.cu",
+    "native/launch/two_pass_fused_bfloat16.cu",
+    "native/launch/two_pass_fused_double.cu",
+    "native/launch/two_pass_fused_float.cu",
+    "native/launch/two_pass_fused_half.cu",
     "native/launch/two_pass_half.cu",
 ]
 

@@ -19,7 +19,8 @@ cancel (dX where dY is constant, say, is zero up to the rounding of its terms). 
 result is the largest magnitude in its tensor or among the terms that its formula adds:
     Y       gamma * xhat, beta
     mean    sqrt(sum X^2) / n        what a sum of n terms of random signs adds up to
-    dX      rstd * gamma * dY
+    dX      rstd * gamma * dY; with an activation, of dZ, and of dY activation''(Z) times the terms
+            of Z (gamma * xhat, beta, gamma * rstd * mean): Z is computed again, and rounded again
     dbeta   sqrt(sum dY^2)
     dgamma  sqrt(sum (dY * xhat)^2), and sum(dY) * rstd times mean and mean's scale, which every
             formula subtracts in one way or another: it carries the error of the saved mean
@@ -33,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import mpmath
 import numpy as np
 import torch
 from shapes import Case
@@ -46,6 +48,7 @@ MASKS: tuple[Mask, ...] = tuple(
 )
 EPS = 1e-5
 
+ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 RESULTS = ("Y", "mean", "rstd", "dX", "dgamma", "dbeta")
 FORWARD = "native_group_norm"
 BACKWARD = "native_group_norm_backward"
@@ -266,7 +269,59 @@ def stock(inputs: Inputs, mask: Mask = ALL) -> Results:
     return results
 
 
-def exact(inputs: Inputs, mask: Mask = ALL) -> Reference:
+# Greatest second derivative of an activation where it has one: gelu's at 0.
+CURVATURE = math.sqrt(2 / math.pi)
+
+
+def activate(Z: Any, name: str) -> tuple[Any, Any]:
+    """activation(Z) and its derivative, for a float64 tensor or an array of long doubles.
+
+    By the definitions: Phi is the normal distribution function and sigma the logistic one.
+        silu       Z sigma(Z)
+        gelu       Z Phi(Z)
+        gelu_tanh  Z sigma(2 u), u = sqrt(2 / pi) (Z + 0.044715 Z^3)
+    """
+    is_array = isinstance(Z, np.ndarray)
+    if name == "identity":
+        return Z, Z * 0 + 1
+    if name == "relu":
+        slope = (Z > 0) * (Z * 0 + 1)
+        return Z * slope, slope
+    exp = np.exp if is_array else torch.exp
+    if name == "gelu":
+        gate = _normal(Z) if is_array else torch.special.erfc(-Z * math.sqrt(0.5)) / 2
+        slope = exp(-Z * Z / 2) / _constant("sqrt(2 * pi)", is_array)
+    else:
+        argument, factor = Z, 1
+        if name == "gelu_tanh":
+            linear = _constant("sqrt(8 / pi)", is_array)
+            cubic = _constant("sqrt(8 / pi) * mpf('0.044715')", is_array)
+            argument, factor = Z * (linear + cubic * Z * Z), linear + 3 * cubic * Z * Z
+        e = exp(-abs(argument))
+        larger, smaller = 1 / (1 + e), e / (1 + e)
+        gate = np.where(Z < 0, smaller, larger) if is_array else torch.where(Z < 0, smaller, larger)
+        slope = smaller * larger * factor
+    return Z * gate, gate + Z * slope
+
+
+def _long_double(value: Any) -> np.longdouble:
+    return np.longdouble(mpmath.nstr(value, 25))
+
+
+def _constant(formula: str, as_long_double: bool) -> Any:
+    with mpmath.workdps(30):
+        value = eval(formula, vars(mpmath))
+        return _long_double(value) if as_long_double else float(value)
+
+
+def _normal(Z: np.ndarray) -> np.ndarray:
+    """Phi of each element, which is a double's value."""
+    with mpmath.workdps(30):
+        values = [_long_double(mpmath.ncdf(float(z))) for z in Z.flat]
+    return np.array(values, dtype=np.longdouble).reshape(Z.shape)
+
+
+def exact(inputs: Inputs, mask: Mask = ALL, activation: str = "identity") -> Reference:
     """The reference, in fp64 (in x86's 80-bit long double for double inputs), by the formulas
 
         mean = E[X]          rstd = 1 / sqrt(E[(X - mean)^2] + eps)      over (n, g)
@@ -274,7 +329,8 @@ def exact(inputs: Inputs, mask: Mask = ALL) -> Reference:
         dbeta  = sum dY                         dgamma = sum dY * xhat   over n and the pixels
         dX = rstd * (gamma dY - E[gamma dY] - xhat * E[gamma dY * xhat])
 
-    of Wu and He, "Group Normalization" (2018), equations 1 - 6, and their derivatives.
+    of Wu and He, "Group Normalization" (2018), equations 1 - 6, and their derivatives. With an
+    activation, the Y above is Z, activation(Z) is Y, and dY activation'(Z) takes dY's place.
     """
     i = inputs
     N, C, HxW, G = i.sizes
@@ -301,13 +357,21 @@ def exact(inputs: Inputs, mask: Mask = ALL) -> Reference:
     xhat *= rstd
     Y = xhat if gamma is None else xhat * gamma
     Y = Y if beta is None else Y + beta
+    Z = Y
+    Y, slope = activate(Z, activation)
     results = Reference(Y.reshape(i.X.shape), mean.reshape(N, G), rstd.reshape(N, G))
     scale = results.scale
-    scale["Y"] = max(_largest(t) for t in (Y, xhat if gamma is None else xhat * gamma))
+    scale["Y"] = max(_largest(t) for t in (Z, xhat if gamma is None else xhat * gamma))
     scale["mean"] = _largest(mean_scale)
     scale["rstd"] = _largest(rstd)
     if any(mask):
         dY = wide(i.dY).reshape(N, G, C // G, HxW)
+        of_Z = 0.0  # what an error of Z, at its scale, adds to dX
+        if activation not in ("identity", "relu"):
+            terms = [scale["Y"], _largest(mean * rstd if gamma is None else mean * rstd * gamma)]
+            of_dY = _largest(dY * rstd if gamma is None else dY * rstd * gamma)
+            of_Z = CURVATURE * max(terms) * of_dY
+        dY = dY * slope
         results.dbeta = dY.sum(axis=pixels).reshape(C) if mask[2] else None
         scale["dbeta"] = _largest((dY * dY).sum(axis=pixels) ** 0.5)
         if mask[1]:
@@ -322,7 +386,7 @@ def exact(inputs: Inputs, mask: Mask = ALL) -> Reference:
             slope = (dY * xhat).mean(axis=group, keepdims=True)
             dX = (dY - dY.mean(axis=group, keepdims=True) - xhat * slope) * rstd
             results.dX = dX.reshape(i.X.shape)
-            scale["dX"] = _largest(dY * rstd)
+            scale["dX"] = max(of_Z, _largest(dY * rstd))
     for name, value in vars(results).items():
         if name in scale and value is not None:
             scale[name] = max(scale[name], _largest(value))

@@ -105,8 +105,13 @@ void check_arguments(
   }
 }
 
-OptionalTensor to(const OptionalTensor& tensor, at::ScalarType type) {
-  return defined(tensor) ? tensor->to(type) : tensor;
+// gamma as an accumulator, ones where there is none: stock's double backward
+// and some masks of its backward refuse a norm without one.
+Tensor weight_of(const OptionalTensor& gamma, const Tensor& X) {
+  const at::ScalarType type = accumulator_type(X);
+  return defined(gamma)
+      ? gamma->to(type)
+      : at::ones_symint({X.sym_size(1)}, X.options().dtype(type));
 }
 
 } // namespace
@@ -138,8 +143,8 @@ Result composite_forward(
   const at::ScalarType type = accumulator_type(X);
   const auto [Z, mean, rstd] = at::native_group_norm_symint(
       X.to(type).contiguous(),
-      to(gamma, type),
-      to(beta, type),
+      weight_of(gamma, X),
+      defined(beta) ? OptionalTensor(beta->to(type)) : std::nullopt,
       sizes.N,
       sizes.C,
       sizes.HxW,
@@ -163,10 +168,7 @@ Result composite_backward(
   const SymbolicSizes sizes(X);
   const at::ScalarType type = accumulator_type(X);
   const Tensor x = X.to(type).contiguous();
-  // Stock's kernels refuse some masks without a gamma.
-  const Tensor weight = defined(gamma)
-      ? gamma->to(type)
-      : at::ones_symint({sizes.C}, X.options().dtype(type));
+  const Tensor weight = weight_of(gamma, X);
   Tensor dZ = dY.to(type);
   if (kind != Activation::kIdentity) {
     const std::array of_group{sizes.N, c10::SymInt(group), c10::SymInt(1)};
@@ -315,8 +317,8 @@ Result autograd_forward(
 
 // -- autocast ----------------------------------------------------------------
 
-// In float, as aten's group_norm; it has no rule for the CPU, nor have we.
-Result autocast_forward(
+// In float, as aten's group_norm, which autocast leaves alone on the CPU.
+Result autocast_cuda(
     const Tensor& X,
     int64_t group,
     const OptionalTensor& gamma,
@@ -326,7 +328,7 @@ Result autocast_forward(
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       c10::DispatchKey::AutocastCUDA);
   const auto to_float = [](const auto& tensor) {
-    return at::autocast::cached_cast(at::kFloat, tensor, c10::kCUDA);
+    return at::autocast::cached_cast(at::kFloat, tensor, c10::DeviceType::CUDA);
   };
   return call_forward(
       to_float(X), group, to_float(gamma), to_float(beta), eps, activation);
@@ -367,7 +369,7 @@ TORCH_LIBRARY_IMPL(gn_override, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(gn_override, AutocastCUDA, m) {
-  m.impl("group_norm_act", TORCH_FN(autocast_forward));
+  m.impl("group_norm_act", TORCH_FN(autocast_cuda));
 }
 
 } // namespace

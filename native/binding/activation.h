@@ -4,7 +4,7 @@
 //
 //   Autograd          ActivatedNorm (activation.cpp), or the composite inside
 //                     functorch transforms and forward-mode AD
-//   Autocast          casts to float, as for aten's group_norm
+//   AutocastCUDA      casts to float, as for aten's group_norm
 //   CPU, CUDA         activated_forward, activated_backward below
 //   any other, vmap   the composite
 #pragma once

@@ -8,13 +8,14 @@
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+#include <torch/library.h>
 
 #include <array>
 #include <mutex>
 
+#include "native/binding/activation.h"
 #include "native/binding/devices.h"
 #include "native/binding/generated/kernels.h"
-#include "native/binding/override.h"
 #include "native/launch/launch.h"
 
 namespace gn_override::binding {
@@ -131,6 +132,35 @@ struct CUDABackend {
     return at::cuda::native_group_norm_backward(arguments...);
   }
 };
+
+Result group_norm_act_cuda(
+    const at::Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  return activated_forward<CUDABackend>(X, group, gamma, beta, eps, activation);
+}
+
+Result group_norm_act_backward_cuda(
+    const at::Tensor& dY,
+    const at::Tensor& X,
+    const at::Tensor& mean,
+    const at::Tensor& rstd,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    int64_t group,
+    std::string_view activation,
+    std::array<bool, 3> output_mask) {
+  return activated_backward<CUDABackend>(
+      dY, X, mean, rstd, gamma, beta, group, activation, output_mask);
+}
+
+TORCH_LIBRARY_IMPL(gn_override, CUDA, m) {
+  m.impl("group_norm_act", TORCH_FN(group_norm_act_cuda));
+  m.impl("group_norm_act_backward", TORCH_FN(group_norm_act_backward_cuda));
+}
 
 } // namespace
 

@@ -5,16 +5,19 @@
 //   dX = rstd * (gamma dY - s sum(gamma dY) - xhat * s sum(gamma dY xhat))
 //   dgamma = sum_{n, pixels} dY xhat,   dbeta = sum_{n, pixels} dY
 // so the sums of dY xhat and dY of each (n, channel) serve all three. xhat is
-// used rather than X: sum(dY X) - mean sum(dY) cancels.
+// used rather than X: sum(dY X) - mean sum(dY) cancels. With an activation, dZ
+// takes the place of dY in all of this: Y = activation(Z), Z = gamma xhat +
+// beta.
 #pragma once
 
+#include "native/kernels/activation.cuh"
 #include "native/kernels/reduce.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/kernels/vector.cuh"
 
 namespace gn_override {
 
-// sum dY (X - mean) and sum dY of kVector channels over the pixels seen so far.
+// sum dZ (X - mean) and sum dZ of kVector channels over the pixels seen so far.
 template <typename T, int kVector>
 struct GradientSums {
   using Acc = Accumulator<T>;
@@ -23,43 +26,48 @@ struct GradientSums {
 
   // Adds the first `valid` of kPixels pixels. Sums a batch before it joins the
   // total: fewer additions at the total's magnitude, so less rounding.
-  template <int kPixels>
+  template <int kPixels, typename DifferentiationOfVector>
   __device__ void add(
       const Vector<T, kVector> (&dy)[kPixels],
       const Vector<T, kVector> (&x)[kPixels],
       const Acc (&mean)[kVector],
+      const DifferentiationOfVector& differentiation,
       int valid = kPixels) {
+    differentiation.with([&](auto dZ_of) {
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      Acc batch_ds = 0;
-      Acc batch_db = 0;
+      for (int j = 0; j < kVector; ++j) {
+        Acc batch_ds = 0;
+        Acc batch_db = 0;
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (i < valid) {
-          const Acc g = widen(dy[i].channel[j]);
-          batch_ds += g * (widen(x[i].channel[j]) - mean[j]);
-          batch_db += g;
+        for (int i = 0; i < kPixels; ++i) {
+          if (i < valid) {
+            const Acc value = widen(x[i].channel[j]);
+            const Acc centred = value - mean[j];
+            const Acc g = dZ_of(j, value, centred, widen(dy[i].channel[j]));
+            batch_ds += g * centred;
+            batch_db += g;
+          }
         }
+        ds[j] += batch_ds;
+        db[j] += batch_db;
       }
-      ds[j] += batch_ds;
-      db[j] += batch_db;
-    }
+    });
   }
 };
 
-// dX = rstd gamma dY - rstd^2 c_xhat (X - mean) - rstd c for a thread's
+// dX = rstd gamma dZ - rstd^2 c_xhat (X - mean) - rstd c for a thread's
 // channels.
 template <typename T, int kVector>
 struct InputGradient {
   using Acc = Accumulator<T>;
   Acc mean[kVector]; // unused where it is folded into `constant`
-  Acc of_dY[kVector];
+  Acc of_dZ[kVector];
   Acc of_X[kVector];
   Acc constant[kVector];
 
   // read(gamma) fills in that of the thread's channels, which start at
   // `channel`; moments_of(group) is (mean, rstd) and coefficients_of(group)
-  // (c, c_xhat) = s * (sum gamma dY, sum gamma dY xhat).
+  // (c, c_xhat) = s * (sum gamma dZ, sum gamma dZ xhat).
   template <typename Read, typename MomentsOf, typename CoefficientsOf>
   __device__ InputGradient(
       const Shape& shape,
@@ -67,7 +75,7 @@ struct InputGradient {
       Read read,
       MomentsOf moments_of,
       CoefficientsOf coefficients_of) {
-    read(of_dY);
+    read(of_dZ);
     struct OfGroup {
       Pair<Acc> moment;
       Pair<Acc> coefficient;
@@ -81,7 +89,7 @@ struct InputGradient {
         [&](int j, const OfGroup& group) {
           const Acc rstd = group.moment.second;
           mean[j] = group.moment.first;
-          of_dY[j] *= rstd;
+          of_dZ[j] *= rstd;
           of_X[j] = -rstd * rstd * group.coefficient.second;
           constant[j] = -rstd * group.coefficient.first;
           if constexpr (kFoldsMean<T>) {
@@ -90,17 +98,21 @@ struct InputGradient {
         });
   }
 
+  template <typename DifferentiationOfVector>
   __device__ Vector<T, kVector> operator()(
       const Vector<T, kVector>& dy,
-      const Vector<T, kVector>& x) const {
+      const Vector<T, kVector>& x,
+      const DifferentiationOfVector& differentiation) const {
     Acc dx[kVector];
+    differentiation.with([&](auto dZ_of) {
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const Acc centred =
-          kFoldsMean<T> ? widen(x.channel[j]) : widen(x.channel[j]) - mean[j];
-      dx[j] =
-          of_dY[j] * widen(dy.channel[j]) + (of_X[j] * centred + constant[j]);
-    }
+      for (int j = 0; j < kVector; ++j) {
+        const Acc value = widen(x.channel[j]);
+        const Acc centred = kFoldsMean<T> ? value : value - mean[j];
+        const Acc g = dZ_of(j, value, centred, widen(dy.channel[j]));
+        dx[j] = of_dZ[j] * g + (of_X[j] * centred + constant[j]);
+      }
+    });
     return narrow_all<T, kVector>(dx);
   }
 };

@@ -9,6 +9,7 @@
 // See DeviationSums for how the last is computed.
 #pragma once
 
+#include "native/kernels/activation.cuh"
 #include "native/kernels/reduce.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/kernels/vector.cuh"
@@ -170,10 +171,11 @@ merge_moments(int first, int step, int parts, Read read, Sum sum) {
       mean, shift - (mean - near_mean), of_M2.value() - sums[0] * shift, count};
 }
 
-// Y = (X - mean) * rstd * gamma + beta for a thread's channels.
-template <typename T, int kVector>
+// Y = activation((X - mean) * rstd * gamma + beta) for a thread's channels.
+template <typename T, int kVector, bool kFused>
 struct Normalization {
   using Acc = Accumulator<T>;
+  Activation activation; // unused unless kFused
   Acc mean[kVector]; // unused where it is folded into `shift`
   Acc scale[kVector];
   Acc shift[kVector];
@@ -184,8 +186,10 @@ struct Normalization {
   __device__ Normalization(
       const Shape& shape,
       int channel,
+      Activation activation,
       Read read,
-      MomentsOf moments_of) {
+      MomentsOf moments_of)
+      : activation(activation) {
     read(scale, shift);
     for_each_channel<kVector>(
         shape, channel, moments_of, [&](int j, const Moments<Acc>& moment) {
@@ -202,6 +206,14 @@ struct Normalization {
       const Acc centred =
           kFoldsMean<T> ? widen(x.channel[j]) : widen(x.channel[j]) - mean[j];
       y[j] = centred * scale[j] + shift[j];
+    }
+    if constexpr (kFused) {
+      with_activation(activation, [&]<Activation kActivation>() {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          y[j] = activate<kActivation, T>(y[j]);
+        }
+      });
     }
     return narrow_all<T, kVector>(y);
   }

@@ -113,10 +113,25 @@ __device__ __forceinline__ Exchange<kWholeChip, Value> exchange_of(
   }
 }
 
+// f(first, n) for a batch of `valid` pixels, kAtOnce of them at a time, which
+// are all or one.
+template <int kAtOnce, typename F>
+__device__ __forceinline__ void for_pixels(int valid, F f) {
+  if constexpr (kAtOnce == 1) {
+#pragma unroll 1
+    for (int i = 0; i < valid; ++i) {
+      f(i, 1);
+    }
+  } else {
+    f(0, valid);
+  }
+}
+
 // -- forward -----------------------------------------------------------------
 
-// of_chip[n][g][split]: for the exchange of the whole chip.
-template <typename T, int kVector, bool kWholeChip>
+// of_chip[n][g][split]: for the exchange of the whole chip. Only kFused kernels
+// have an activation.
+template <typename T, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
     (kResidentBlocks<T, kWholeChip>))
@@ -129,6 +144,7 @@ __global__ void __launch_bounds__(
         const T* __restrict__ X,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
+        Activation activation,
         Moments<Accumulator<T>>* of_chip,
         T* __restrict__ Y,
         ParameterOut<T> mean_out,
@@ -233,9 +249,10 @@ __global__ void __launch_bounds__(
         kWholeChip && wave < waves.count && at.n + waves.samples < shape.N;
 
     if (at.active && exists) {
-      const Normalization<T, kVector> normalized(
+      const Normalization<T, kVector, kFused> normalized(
           shape,
           at.channel,
+          activation,
           [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
 #pragma unroll
             for (int j = 0; j < kVector; ++j) {
@@ -276,10 +293,10 @@ __global__ void __launch_bounds__(
 
 // -- backward ----------------------------------------------------------------
 
-// dX unless it is null, and sums[n][split][c] = (sum dY xhat, sum dY) for
+// dX unless it is null, and sums[n][split][c] = (sum dZ xhat, sum dZ) for
 // parameter_gradients unless `sums` is null. of_chip[n][g][split]: for the
 // exchange of the whole chip.
-template <typename T, int kVector, bool kWholeChip>
+template <typename T, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
     (kResidentBlocks<T, kWholeChip>))
@@ -293,6 +310,8 @@ __global__ void __launch_bounds__(
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
         ParameterIn<T> gamma,
+        ParameterIn<T> beta, // this and the next: kFused alone
+        Activation activation,
         Pair<Accumulator<T>>* of_chip,
         Pair<Accumulator<T>>* __restrict__ sums,
         T* __restrict__ dX) {
@@ -306,6 +325,10 @@ __global__ void __launch_bounds__(
   auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);
   auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
   auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
+  auto* const biases = weights + tiling.columns.divisor() * kVector;
+  // A place more than channels, so that columns start at different banks.
+  auto* const maps = reinterpret_cast<Pair<Acc>*>(shared + layout.maps) +
+      at.column * (kVector + 1);
   auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
   auto exchange =
       exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
@@ -316,10 +339,16 @@ __global__ void __launch_bounds__(
   ParameterCopy<T> means(mean_in, 0, item.groups);
   ParameterCopy<T> rstds(rstd_in, 1, item.groups);
   gammas.fetch(item.first_channel);
+  ParameterCopy<T> betas(beta, 0, item.channels);
+  if constexpr (kFused) {
+    betas.fetch(item.first_channel);
+  }
   means.fetch(at.n * shape.G + item.first_group);
   rstds.fetch(at.n * shape.G + item.first_group);
 
   constexpr int kPixels = kRingPixels<Direction::kBackward>;
+  // Pixels in registers at once.
+  constexpr int kAtOnce = kFused && !kWholeChip ? 1 : kPixels;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
@@ -337,9 +366,17 @@ __global__ void __launch_bounds__(
     };
   };
   ring.begin(copy_from(offset));
+  const auto own_place = [&](int j) {
+    return j * tiling.columns.divisor() + at.column;
+  };
   gammas.store([&](int c, Acc value) {
     weights[parameter_place<kVector>(tiling, c)] = value;
   });
+  if constexpr (kFused) {
+    betas.store([&](int c, Acc value) {
+      biases[parameter_place<kVector>(tiling, c)] = value;
+    });
+  }
 
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
@@ -349,6 +386,29 @@ __global__ void __launch_bounds__(
     const auto moments_of = [&](int group) {
       return moments[group - item.first_group];
     };
+    if constexpr (kFused) {
+      if (at.active && at.row == 0 && exists) {
+        Acc mean[kVector];
+        Acc rstd[kVector];
+        read_moments(shape, at.channel, moments_of, mean, rstd);
+        const ChannelMaps<T, kVector> own(
+            mean, rstd, [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
+#pragma unroll
+              for (int j = 0; j < kVector; ++j) {
+                weight[j] = weights[own_place(j)];
+                bias[j] = biases[own_place(j)];
+              }
+            });
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          maps[j] = own(j);
+        }
+      }
+      __syncthreads();
+    }
+    // The maps stay in shared memory: there are no registers left for them.
+    const auto differentiation = differentiation_of<kFused, T>(
+        activation, [&](int j) { return maps[j]; });
 
     GradientSums<T, kVector> of_thread;
     if (at.active && exists) {
@@ -356,11 +416,13 @@ __global__ void __launch_bounds__(
       Acc rstd[kVector];
       read_moments(shape, at.channel, moments_of, mean, rstd);
       ring.read(copy_from(offset), [&](int, int valid, int place) {
-        Vector<T, kVector> dy[kPixels];
-        Vector<T, kVector> x[kPixels];
-        slab_dY.read(place, valid, dy);
-        slab_X.read(place, valid, x);
-        of_thread.add(dy, x, mean, valid);
+        for_pixels<kAtOnce>(valid, [&](int first, int n) {
+          Vector<T, kVector> dy[kAtOnce];
+          Vector<T, kVector> x[kAtOnce];
+          slab_dY.read(place + first, n, dy);
+          slab_X.read(place + first, n, x);
+          of_thread.add(dy, x, mean, differentiation, n);
+        });
       });
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -442,7 +504,7 @@ __global__ void __launch_bounds__(
           [&](Acc(&weight)[kVector]) {
 #pragma unroll
             for (int j = 0; j < kVector; ++j) {
-              weight[j] = weights[j * tiling.columns.divisor() + at.column];
+              weight[j] = weights[own_place(j)];
             }
           },
           moments_of,
@@ -455,17 +517,21 @@ __global__ void __launch_bounds__(
             if (dX == nullptr) {
               return;
             }
-            Vector<T, kVector> dy[kPixels];
-            Vector<T, kVector> x[kPixels];
-            slab_dY.read(place, valid, dy);
-            slab_X.read(place, valid, x);
             T* const out = dX + offset + batch * kPixels * step;
+            for_pixels<kAtOnce>(valid, [&](int first, int n) {
+              Vector<T, kVector> dy[kAtOnce];
+              Vector<T, kVector> x[kAtOnce];
+              slab_dY.read(place + first, n, dy);
+              slab_X.read(place + first, n, x);
 #pragma unroll
-            for (int i = 0; i < kPixels; ++i) {
-              if (i < valid) {
-                store(out + i * step, gradient(dy[i], x[i]));
+              for (int i = 0; i < kAtOnce; ++i) {
+                if (i < n) {
+                  store(
+                      out + (first + i) * step,
+                      gradient(dy[i], x[i], differentiation));
+                }
               }
-            }
+            });
           });
     }
     if (!kWholeChip || wave == waves.count) {

@@ -124,8 +124,9 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   }
 }
 
-// Y = (X - mean) * rstd * gamma + beta
-template <typename T, int kVector>
+// Y = activation((X - mean) * rstd * gamma + beta); only kFused kernels have an
+// activation.
+template <typename T, int kVector, bool kFused>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     normalize(
         Shape shape,
@@ -134,6 +135,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const Moments<Accumulator<T>>* __restrict__ moments,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
+        Activation activation,
         T* __restrict__ Y) {
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
@@ -143,9 +145,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   if (!at.active) {
     return;
   }
-  const Normalization<T, kVector> normalized(
+  const Normalization<T, kVector, kFused> normalized(
       shape,
       at.channel,
+      activation,
       [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
         gamma.read(at.channel, 1, weight);
         beta.read(at.channel, 0, bias);
@@ -172,12 +175,32 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   }
 }
 
+// Derivatives take registers: with vectors of eight channels, those of half as
+// many blocks.
+template <typename T, bool kFused>
+constexpr int kBackwardBlocksPerMultiprocessor =
+    kFused && sizeof(T) == 2 ? 2 : kBlocksPerMultiprocessor<T>;
+
 // -- backward ----------------------------------------------------------------
 
-// sums[n][split][c] = (sum dY xhat, sum dY) over the split's pixels. Dynamic
+// What ChannelMaps read of the channels from `channel` on.
+template <typename T>
+__device__ __forceinline__ auto parameters_at(
+    const ParameterIn<T>& gamma,
+    const ParameterIn<T>& beta,
+    int channel) {
+  return [=](auto& weight, auto& bias) {
+    gamma.read(channel, 1, weight);
+    beta.read(channel, 0, bias);
+  };
+}
+
+// sums[n][split][c] = (sum dZ xhat, sum dZ) over the split's pixels. Dynamic
 // shared memory: fold_size() accumulators.
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
+template <typename T, int kVector, bool kFused>
+__global__ void __launch_bounds__(
+    kMaxThreads,
+    (kBackwardBlocksPerMultiprocessor<T, kFused>))
     gradient_sums(
         Shape shape,
         Tiling tiling,
@@ -185,6 +208,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const T* __restrict__ X,
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
+        ParameterIn<T> gamma, // this and the next two: kFused alone
+        ParameterIn<T> beta,
+        Activation activation,
         Pair<Accumulator<T>>* __restrict__ sums) {
   using Acc = Accumulator<T>;
   const Position at =
@@ -199,6 +225,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       return {mean_in.at(index, 0), rstd_in.at(index, 1)};
     };
     read_moments(shape, at.channel, moments_of, mean, rstd);
+    const auto differentiation = differentiation_of<kFused, T>(
+        activation,
+        ChannelMaps<T, kVector>(
+            mean, rstd, parameters_at(gamma, beta, at.channel)));
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     int64_t offset = at.offset(shape);
     int left = pixels_of_thread(tiling, at);
@@ -210,7 +240,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         dy[i] = load<Reuse::kKeep, T, kVector>(dY + offset + i * step);
         x[i] = load<Reuse::kKeep, T, kVector>(X + offset + i * step);
       }
-      total.add(dy, x, mean);
+      total.add(dy, x, mean, differentiation);
       offset += kBatchOfPairs * step;
     }
     for (; left > 0; --left) {
@@ -218,7 +248,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
           load<Reuse::kKeep, T, kVector>(dY + offset)};
       const Vector<T, kVector> x[1] = {
           load<Reuse::kKeep, T, kVector>(X + offset)};
-      total.add(dy, x, mean);
+      total.add(dy, x, mean, differentiation);
       offset += step;
     }
 #pragma unroll
@@ -281,9 +311,11 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
   }
 }
 
-// dX = rstd gamma dY - rstd^2 c_xhat (X - mean) - rstd c
-template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
+// dX = rstd gamma dZ - rstd^2 c_xhat (X - mean) - rstd c
+template <typename T, int kVector, bool kFused>
+__global__ void __launch_bounds__(
+    kMaxThreads,
+    (kBackwardBlocksPerMultiprocessor<T, kFused>))
     input_gradient(
         Shape shape,
         Tiling tiling,
@@ -292,6 +324,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
         ParameterIn<T> gamma,
+        ParameterIn<T> beta, // this and the next: kFused alone
+        Activation activation,
         const Pair<Accumulator<T>>* __restrict__ coefficients,
         T* __restrict__ dX) {
   using Acc = Accumulator<T>;
@@ -302,14 +336,22 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   if (!at.active) {
     return;
   }
+  const auto moments_of = [&](int group) -> Pair<Acc> {
+    const int64_t index = at.n * shape.G + group;
+    return {mean_in.at(index, 0), rstd_in.at(index, 1)};
+  };
+  Acc mean[kVector];
+  Acc rstd[kVector];
+  read_moments(shape, at.channel, moments_of, mean, rstd);
+  const auto differentiation = differentiation_of<kFused, T>(
+      activation,
+      ChannelMaps<T, kVector>(
+          mean, rstd, parameters_at(gamma, beta, at.channel)));
   const InputGradient<T, kVector> gradient(
       shape,
       at.channel,
       [&](Acc(&weight)[kVector]) { gamma.read(at.channel, 1, weight); },
-      [&](int group) -> Pair<Acc> {
-        const int64_t index = at.n * shape.G + group;
-        return {mean_in.at(index, 0), rstd_in.at(index, 1)};
-      },
+      moments_of,
       [&](int group) { return coefficients[at.n * shape.G + group]; });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
@@ -324,7 +366,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     }
 #pragma unroll
     for (int i = 0; i < kBatchOfPairs; ++i) {
-      store(dX + offset + i * step, gradient(dy[i], x[i]));
+      store(dX + offset + i * step, gradient(dy[i], x[i], differentiation));
     }
     offset += kBatchOfPairs * step;
   }
@@ -333,7 +375,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         dX + offset,
         gradient(
             load<Reuse::kStream, T, kVector>(dY + offset),
-            load<Reuse::kStream, T, kVector>(X + offset)));
+            load<Reuse::kStream, T, kVector>(X + offset),
+            differentiation));
     offset += step;
   }
 }

@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "native/kernels/reduce.cuh"
 #include "native/launch/resident.h"
 #include "native/launch/two_pass.h"
@@ -11,18 +13,23 @@ namespace gn_override {
 
 namespace {
 
-// Calls f with a value of the problem's element type.
+// Calls f with a value of the problem's element type, and whether it is fused
+// with an activation.
 template <typename F>
-cudaError_t with_dtype(const Problem& problem, F f) {
+cudaError_t with_kernels(const Problem& problem, F f) {
+  const auto with_dtype = [&](auto element) {
+    return problem.is_fused() ? f(element, std::true_type())
+                              : f(element, std::false_type());
+  };
   switch (problem.dtype) {
     case DType::kFloat:
-      return f(float());
+      return with_dtype(float());
     case DType::kDouble:
-      return f(double());
+      return with_dtype(double());
     case DType::kHalf:
-      return f(__half());
+      return with_dtype(__half());
     case DType::kBFloat16:
-      return f(__nv_bfloat16());
+      return with_dtype(__nv_bfloat16());
   }
   return cudaErrorInvalidValue;
 }
@@ -84,14 +91,14 @@ cudaError_t launch_forward(
     const Plan& plan,
     const ForwardArguments& arguments,
     cudaStream_t stream) {
-  return with_dtype(problem, [&](auto element) {
+  return with_kernels(problem, [&](auto element, auto fused) {
     using T = decltype(element);
     switch (plan.scheme) {
       case Scheme::kResident:
       case Scheme::kCooperative:
-        return resident_forward<T>(problem, plan, arguments, stream);
+        return resident_forward<T, fused>(problem, plan, arguments, stream);
       case Scheme::kTwoPass:
-        return two_pass_forward<T>(problem, plan, arguments, stream);
+        return two_pass_forward<T, fused>(problem, plan, arguments, stream);
       default:
         return cudaErrorInvalidValue;
     }
@@ -106,14 +113,14 @@ cudaError_t launch_backward(
   if (!problem.want_dX && !problem.wants_parameters()) {
     return cudaSuccess;
   }
-  return with_dtype(problem, [&](auto element) {
+  return with_kernels(problem, [&](auto element, auto fused) {
     using T = decltype(element);
     switch (plan.scheme) {
       case Scheme::kResident:
       case Scheme::kCooperative:
-        return resident_backward<T>(problem, plan, arguments, stream);
+        return resident_backward<T, fused>(problem, plan, arguments, stream);
       case Scheme::kTwoPass:
-        return two_pass_backward<T>(problem, plan, arguments, stream);
+        return two_pass_backward<T, fused>(problem, plan, arguments, stream);
       default:
         return cudaErrorInvalidValue;
     }

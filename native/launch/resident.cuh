@@ -1,5 +1,5 @@
 // Launches of native/kernels/resident.cuh for one element type. Each dtype has
-// a .cu file of its own that instantiates these, so that they compile in
+// .cu files of its own that instantiate these, so that they compile in
 // parallel.
 #pragma once
 
@@ -53,7 +53,7 @@ cudaError_t with_resident_kernel(const Plan& plan, F f) {
   });
 }
 
-template <typename T>
+template <typename T, bool kFused>
 cudaError_t resident_forward(
     const Problem& problem,
     const Plan& plan,
@@ -61,9 +61,11 @@ cudaError_t resident_forward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const bool is_float = problem.param_dtype == DType::kFloat;
+  const bool wide = problem.statistics_dtype() == DType::kFloat;
   const ResidentLaunch launch = resident_launch(problem, plan);
   return with_resident_kernel<T>(plan, [&](auto vector, auto whole_chip) {
-    return launch_kernel<resident_forward_kernel<T, vector, whole_chip>>(
+    return launch_kernel<
+        resident_forward_kernel<T, vector, whole_chip, kFused>>(
         launch.shape,
         stream,
         shape_of(problem),
@@ -74,14 +76,15 @@ cudaError_t resident_forward(
         static_cast<const T*>(arguments.X),
         ParameterIn<T>{arguments.gamma, is_float},
         ParameterIn<T>{arguments.beta, is_float},
+        problem.activation,
         static_cast<Moments<Acc>*>(arguments.workspace),
         static_cast<T*>(arguments.Y),
-        ParameterOut<T>{arguments.mean, is_float},
-        ParameterOut<T>{arguments.rstd, is_float});
+        ParameterOut<T>{arguments.mean, wide},
+        ParameterOut<T>{arguments.rstd, wide});
   });
 }
 
-template <typename T>
+template <typename T, bool kFused>
 cudaError_t resident_backward(
     const Problem& problem,
     const Plan& plan,
@@ -89,6 +92,7 @@ cudaError_t resident_backward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const bool is_float = problem.param_dtype == DType::kFloat;
+  const bool wide = problem.statistics_dtype() == DType::kFloat;
   const ResidentLaunch launch = resident_launch(problem, plan);
   const int64_t rows = problem.N * plan.splits;
   auto* const of_chip = static_cast<Pair<Acc>*>(arguments.workspace);
@@ -97,7 +101,8 @@ cudaError_t resident_backward(
                                                  : of_chip;
   const cudaError_t error =
       with_resident_kernel<T>(plan, [&](auto vector, auto whole_chip) {
-        return launch_kernel<resident_backward_kernel<T, vector, whole_chip>>(
+        return launch_kernel<
+            resident_backward_kernel<T, vector, whole_chip, kFused>>(
             launch.shape,
             stream,
             shape_of(problem),
@@ -106,9 +111,11 @@ cudaError_t resident_backward(
             launch.waves,
             static_cast<const T*>(arguments.dY),
             static_cast<const T*>(arguments.X),
-            ParameterIn<T>{arguments.mean, is_float},
-            ParameterIn<T>{arguments.rstd, is_float},
+            ParameterIn<T>{arguments.mean, wide},
+            ParameterIn<T>{arguments.rstd, wide},
             ParameterIn<T>{arguments.gamma, is_float},
+            ParameterIn<T>{arguments.beta, is_float},
+            problem.activation,
             of_chip,
             sums,
             static_cast<T*>(arguments.dX));

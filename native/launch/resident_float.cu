@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t resident_forward<float>(
+template cudaError_t resident_forward<float, false>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t resident_backward<float>(
+template cudaError_t resident_backward<float, false>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

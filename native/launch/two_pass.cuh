@@ -1,5 +1,5 @@
 // Launches of native/kernels/two_pass.cuh for one element type. Each dtype has
-// a .cu file of its own that instantiates these, so that they compile in
+// .cu files of its own that instantiate these, so that they compile in
 // parallel.
 #pragma once
 
@@ -23,7 +23,7 @@ cudaError_t with_team(int64_t teams, int64_t items, F f) {
       std::false_type(), static_cast<unsigned>((teams + kWarps - 1) / kWarps));
 }
 
-template <typename T>
+template <typename T, bool kFused>
 cudaError_t two_pass_forward(
     const Problem& problem,
     const Plan& plan,
@@ -35,6 +35,7 @@ cudaError_t two_pass_forward(
   const unsigned blocks = blocks_of(plan, problem.N);
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
+  const bool wide = problem.statistics_dtype() == DType::kFloat;
   const int64_t slots = problem.G + plan.column_tiles - 1;
   auto* const partial = static_cast<Moments<Acc>*>(arguments.workspace);
   auto* const moments = partial + problem.N * plan.splits * slots;
@@ -71,14 +72,14 @@ cudaError_t two_pass_forward(
             static_cast<Acc>(arguments.eps),
             static_cast<const Moments<Acc>*>(partial),
             moments,
-            ParameterOut<T>{arguments.mean, is_float},
-            ParameterOut<T>{arguments.rstd, is_float});
+            ParameterOut<T>{arguments.mean, wide},
+            ParameterOut<T>{arguments.rstd, wide});
       });
   if (error != cudaSuccess) {
     return error;
   }
   return with_vector<T, sizeof(T)>(plan, [&](auto vector) {
-    return launch_kernel<normalize<T, vector>>(
+    return launch_kernel<normalize<T, vector, kFused>>(
         {.blocks = blocks, .threads = threads, .overlaps_previous = true},
         stream,
         shape,
@@ -87,11 +88,12 @@ cudaError_t two_pass_forward(
         static_cast<const Moments<Acc>*>(moments),
         ParameterIn<T>{arguments.gamma, is_float},
         ParameterIn<T>{arguments.beta, is_float},
+        problem.activation,
         static_cast<T*>(arguments.Y));
   });
 }
 
-template <typename T>
+template <typename T, bool kFused>
 cudaError_t two_pass_backward(
     const Problem& problem,
     const Plan& plan,
@@ -103,16 +105,18 @@ cudaError_t two_pass_backward(
   const unsigned blocks = blocks_of(plan, problem.N);
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
-  const ParameterIn<T> mean{arguments.mean, is_float};
-  const ParameterIn<T> rstd{arguments.rstd, is_float};
+  const bool wide = problem.statistics_dtype() == DType::kFloat;
+  const ParameterIn<T> mean{arguments.mean, wide};
+  const ParameterIn<T> rstd{arguments.rstd, wide};
   const ParameterIn<T> gamma{arguments.gamma, is_float};
+  const ParameterIn<T> beta{arguments.beta, is_float};
   auto* const sums = static_cast<Pair<Acc>*>(arguments.workspace);
   auto* const coefficients = sums + problem.N * plan.splits * problem.C;
   const auto* const dY = static_cast<const T*>(arguments.dY);
   const auto* const X = static_cast<const T*>(arguments.X);
 
   cudaError_t error = with_vector<T, sizeof(T)>(plan, [&](auto vector) {
-    return launch_kernel<gradient_sums<T, vector>>(
+    return launch_kernel<gradient_sums<T, vector, kFused>>(
         {.blocks = blocks,
          .threads = threads,
          .shared_bytes = plan.shared_bytes},
@@ -123,6 +127,9 @@ cudaError_t two_pass_backward(
         X,
         mean,
         rstd,
+        gamma,
+        beta,
+        problem.activation,
         sums);
   });
   if (error == cudaSuccess && problem.want_dX) {
@@ -143,7 +150,7 @@ cudaError_t two_pass_backward(
         });
     if (error == cudaSuccess) {
       error = with_vector<T, sizeof(T)>(plan, [&](auto vector) {
-        return launch_kernel<input_gradient<T, vector>>(
+        return launch_kernel<input_gradient<T, vector, kFused>>(
             {.blocks = blocks, .threads = threads, .overlaps_previous = true},
             stream,
             shape,
@@ -153,6 +160,8 @@ cudaError_t two_pass_backward(
             mean,
             rstd,
             gamma,
+            beta,
+            problem.activation,
             static_cast<const Pair<Acc>*>(coefficients),
             static_cast<T*>(arguments.dX));
       });

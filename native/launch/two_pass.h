@@ -1,19 +1,20 @@
 // The two-pass scheme's launches by element type: float, double, __half,
-// __nv_bfloat16 (instantiated in two_pass_*.cu).
+// __nv_bfloat16 (instantiated in two_pass_*.cu; kFused, for problems with an
+// activation, in two_pass_fused_*.cu).
 #pragma once
 
 #include "native/launch/launch.h"
 
 namespace gn_override {
 
-template <typename T>
+template <typename T, bool kFused>
 cudaError_t two_pass_forward(
     const Problem& problem,
     const Plan& plan,
     const ForwardArguments& arguments,
     cudaStream_t stream);
 
-template <typename T>
+template <typename T, bool kFused>
 cudaError_t two_pass_backward(
     const Problem& problem,
     const Plan& plan,

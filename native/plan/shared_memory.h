@@ -57,7 +57,8 @@ struct ResidentLayout {
   int64_t slots;
   int64_t total; // of each group: Moments, or two coefficients
   int64_t moments; // backward: mean and rstd of each group
-  int64_t parameters; // of each channel of the tile: gamma and beta, or gamma
+  int64_t parameters; // gamma and beta of each channel of the tile
+  int64_t maps; // backward with an activation: X -> Z of each of them
   int64_t channels; // backward: two sums of each channel of the tile
   int64_t barrier; // of the exchange between blocks, 8 bytes
   int64_t fold; // fold_size() accumulators
@@ -84,7 +85,9 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   layout.total = layout.slots + wide * blocks * parts;
   layout.moments = layout.total + wide * groups;
   layout.parameters = layout.moments + (forward ? 0 : pair * groups);
-  layout.channels = layout.parameters + pair * channels;
+  layout.maps = layout.parameters + pair * channels;
+  layout.channels = layout.maps +
+      (!forward && problem.is_fused() ? pair * (channels + plan.columns) : 0);
   layout.barrier = layout.channels + (forward ? 0 : pair * channels);
   layout.fold = layout.barrier + 16; // keeps pairs of doubles aligned
   layout.bytes = layout.fold +

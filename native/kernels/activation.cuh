@@ -1,0 +1,256 @@
+// Activations of the normalised X, and their derivatives.
+//
+// Each is Z times a gate between 0 and 1, so its derivative is gate + Z gate':
+//   relu       1 where Z > 0, else 0
+//   silu       sigma(Z) = 1 / (1 + e^-Z)
+//   gelu       Phi(Z), the distribution function of the normal distribution
+//   gelu_tanh  (1 + tanh u) / 2 = sigma(2u), u = sqrt(2/pi) (Z + 0.044715 Z^3)
+// (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.)
+//
+// Exponentials are of numbers that are not positive, and a gate near 0 is
+// computed as such, not as 1 minus a gate near 1. Relative errors are a few
+// units in the last place of float, or of double; where the result is rounded
+// to two bytes, cheaper functions leave 2^-16 at most.
+#pragma once
+
+#include "native/kernels/tile.cuh"
+#include "native/kernels/vector.cuh"
+#include "native/plan/problem.h"
+
+namespace gn_override {
+
+// e^x for x <= 0.
+template <typename T>
+__device__ __forceinline__ Accumulator<T> exp_of_negative(Accumulator<T> x) {
+  if constexpr (sizeof(T) == 2) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
+    return result;
+  } else {
+    return ::exp(x);
+  }
+}
+
+// 1 / x for x >= 1.
+template <typename T>
+__device__ __forceinline__ Accumulator<T> inverse(Accumulator<T> x) {
+  if constexpr (sizeof(T) == 4) {
+    return __frcp_rn(x);
+  } else {
+    return reciprocal(x);
+  }
+}
+
+template <typename Acc>
+struct Gate {
+  Acc value;
+  Acc slope; // derivative
+};
+
+template <typename T>
+__device__ __forceinline__ Gate<Accumulator<T>> sigmoid(Accumulator<T> z) {
+  using Acc = Accumulator<T>;
+  const Acc e = exp_of_negative<T>(-::fabs(z));
+  const Acc larger = inverse<T>(1 + e); // sigma(|z|)
+  const Acc smaller = e * larger;
+  return {z < 0 ? smaller : larger, smaller * larger};
+}
+
+// Phi(-a) = e^(-a^2 / 2) t P(t) for a >= 0, with t = 1 / (1 + kPlace a): t P(t)
+// is erfcx(a / sqrt 2) / 2, interpolated at Chebyshev points of t in [0, 1],
+// with a relative error below 2^-24, or 2^-16 for results of two bytes.
+template <typename T>
+struct NormalTail {
+  static constexpr float kPlace = 0.25f;
+  static constexpr int kTerms = 10;
+  __device__ static constexpr float coefficient(int i) {
+    constexpr float values[kTerms] = {
+        0.099735561f,
+        0.0997373968f,
+        0.0934395147f,
+        0.0818896318f,
+        0.0574462582f,
+        0.0682739957f,
+        -0.0397468634f,
+        0.103798858f,
+        -0.0853892299f,
+        0.0208148884f};
+    return values[i];
+  }
+};
+
+struct NormalTailOfHalf {
+  static constexpr float kPlace = 0.4f;
+  static constexpr int kTerms = 7;
+  __device__ static constexpr float coefficient(int i) {
+    constexpr float values[kTerms] = {
+        0.15957693f,
+        0.159569995f,
+        0.134579556f,
+        0.0749288336f,
+        0.0632933903f,
+        -0.142684897f,
+        0.050739733f};
+    return values[i];
+  }
+};
+template <>
+struct NormalTail<__half> : NormalTailOfHalf {};
+template <>
+struct NormalTail<__nv_bfloat16> : NormalTailOfHalf {};
+
+template <typename T>
+__device__ __forceinline__ Gate<Accumulator<T>> normal(Accumulator<T> z) {
+  using Acc = Accumulator<T>;
+  constexpr Acc kDensity = static_cast<Acc>(0.398942280401432677940);
+  if constexpr (std::is_same_v<T, double>) {
+    return {::normcdf(z), kDensity * ::exp(-0.5 * z * z)};
+  } else {
+    using Tail = NormalTail<T>;
+    // Beyond, Phi(-a) is zero; infinity would give what is not a number.
+    const Acc a = fminf(fabsf(z), 15.0f);
+    const Acc square = a * a;
+    Acc e = exp_of_negative<T>(-0.5f * square);
+    if constexpr (sizeof(T) == 4) {
+      e = fmaf(e, -0.5f * fmaf(a, a, -square), e); // what rounding took
+    }
+    const Acc t = inverse<T>(fmaf(a, Tail::kPlace, 1.0f));
+    Acc polynomial = Tail::coefficient(Tail::kTerms - 1);
+#pragma unroll
+    for (int i = Tail::kTerms - 2; i >= 0; --i) {
+      polynomial = fmaf(polynomial, t, Tail::coefficient(i));
+    }
+    const Acc tail = e * (t * polynomial);
+    return {z < 0 ? tail : 1 - tail, kDensity * e};
+  }
+}
+
+template <Activation kActivation, typename T>
+__device__ __forceinline__ Gate<Accumulator<T>> gate(Accumulator<T> z) {
+  using Acc = Accumulator<T>;
+  if constexpr (kActivation == Activation::kSilu) {
+    return sigmoid<T>(z);
+  } else if constexpr (kActivation == Activation::kGelu) {
+    return normal<T>(z);
+  } else {
+    static_assert(kActivation == Activation::kGeluTanh);
+    // 2 sqrt(2/pi), and that times 0.044715
+    constexpr Acc kLinear = static_cast<Acc>(1.59576912160573071176);
+    constexpr Acc kCubic = static_cast<Acc>(0.0713548162726002487764);
+    const Acc square = z * z;
+    Gate<Acc> result = sigmoid<T>(z * (square * kCubic + kLinear));
+    result.slope *= square * (3 * kCubic) + kLinear;
+    return result;
+  }
+}
+
+// A NaN stays one.
+template <Activation kActivation, typename T>
+__device__ __forceinline__ Accumulator<T> activate(Accumulator<T> z) {
+  if constexpr (kActivation == Activation::kRelu) {
+    return z < 0 ? 0 : z;
+  } else {
+    return z * gate<kActivation, T>(z).value;
+  }
+}
+
+// The gradient of z, given that of activation(z). relu has none at 0.
+template <Activation kActivation, typename T>
+__device__ __forceinline__ Accumulator<T> differentiate(
+    Accumulator<T> z,
+    Accumulator<T> dy) {
+  if constexpr (kActivation == Activation::kRelu) {
+    return z <= 0 ? 0 : dy;
+  } else {
+    const auto g = gate<kActivation, T>(z);
+    return dy * (z * g.slope + g.value);
+  }
+}
+
+// Calls f<activation>(): a branch that all threads take alike, once for all of
+// a thread's channels.
+template <typename F>
+__device__ __forceinline__ void with_activation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::kIdentity:
+      return;
+    case Activation::kRelu:
+      return f.template operator()<Activation::kRelu>();
+    case Activation::kSilu:
+      return f.template operator()<Activation::kSilu>();
+    case Activation::kGelu:
+      return f.template operator()<Activation::kGelu>();
+    case Activation::kGeluTanh:
+      return f.template operator()<Activation::kGeluTanh>();
+  }
+}
+
+// dZ = dY: of the kernels that are not fused with an activation.
+struct NoDifferentiation {
+  template <typename F>
+  __device__ void with(F f) const {
+    f([](int, auto, auto, auto dy) { return dy; });
+  }
+};
+
+// The map X -> Z of a channel: scale = rstd gamma, and shift = beta, less scale
+// mean where that is folded in. read(gamma, beta) fills in those of a thread's
+// channels.
+template <typename T, int kVector>
+struct ChannelMaps {
+  using Acc = Accumulator<T>;
+  Acc scale[kVector];
+  Acc shift[kVector];
+
+  template <typename Read>
+  __device__ ChannelMaps(
+      const Acc (&mean)[kVector],
+      const Acc (&rstd)[kVector],
+      Read read) {
+    read(scale, shift);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      scale[j] *= rstd[j];
+      if constexpr (kFoldsMean<T>) {
+        shift[j] -= mean[j] * scale[j];
+      }
+    }
+  }
+
+  __device__ Pair<Acc> operator()(int j) const {
+    return {scale[j], shift[j]};
+  }
+};
+
+// dZ of dY for a thread's channels; map_of(j) is (scale, shift) of its j-th.
+template <typename T, typename MapOf>
+struct Differentiation {
+  using Acc = Accumulator<T>;
+  Activation activation;
+  MapOf map_of;
+
+  // Calls f(dZ_of) with dZ_of(j, x, x - mean, dy).
+  template <typename F>
+  __device__ void with(F f) const {
+    with_activation(activation, [&]<Activation kActivation>() {
+      f([&](int j, Acc x, Acc centred, Acc dy) {
+        const Pair<Acc> map = map_of(j);
+        const Acc z = (kFoldsMean<T> ? x : centred) * map.first + map.second;
+        return differentiate<kActivation, T>(z, dy);
+      });
+    });
+  }
+};
+
+template <bool kFused, typename T, typename MapOf>
+__device__ __forceinline__ auto differentiation_of(
+    Activation activation,
+    MapOf map_of) {
+  if constexpr (kFused) {
+    return Differentiation<T, MapOf>{activation, map_of};
+  } else {
+    return NoDifferentiation();
+  }
+}
+
+} // namespace gn_override

@@ -1,0 +1,576 @@
+"""gn_override::group_norm_act and its backward: norm and activation in one operator.
+
+The bound is that of reference.py: the error against the exact values may exceed that of stock's
+group norm followed by PyTorch's activation by the rounding of the last place alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import (
+    ACTIVATIONS,
+    ALL,
+    GRAD_LAYOUTS,
+    LAYOUTS,
+    MASKS,
+    RESULTS,
+    Inputs,
+    Mask,
+    Results,
+    activate,
+    assert_close,
+    assert_layout_follows,
+    calls,
+    exact,
+    is_channels_last,
+    is_mixed,
+    lay_out,
+    make_inputs,
+    override_off,
+    stock,
+    ulp,
+)
+from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, Case, cpu_subset
+from test_schemes import CASES as SCHEME_CASES
+from test_schemes import DTYPES as SCHEME_DTYPES
+from test_schemes import PINS, assert_same_bits, pin  # noqa: F401  (a fixture)
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import gn_override
+
+FORWARD = "group_norm_act"
+BACKWARD = "group_norm_act_backward"
+op = torch.ops.gn_override.group_norm_act
+op_backward = torch.ops.gn_override.group_norm_act_backward
+
+DTYPES = {
+    "float": (torch.float32, None),
+    "double": (torch.float64, None),
+    "half": (torch.float16, None),
+    "bfloat16": (torch.bfloat16, None),
+    "half-float": (torch.float16, torch.float32),
+    "bfloat16-float": (torch.bfloat16, torch.float32),
+}
+all_dtypes = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+all_activations = pytest.mark.parametrize("activation", ACTIVATIONS)
+fused_activations = pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+by_id = {"ids": lambda value: value.name if isinstance(value, Case) else None}
+
+# Vectors fit, vectors do not fit, a volume; few elements, since erf in long double is slow.
+FEW = tuple(next(c for c in EDGE_CASES if c.name == name) for name in ("d3", "c9", "volume"))
+few_cases = pytest.mark.parametrize("case", FEW, **by_id)
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z * 1,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+def torchs(activation: str, Z: Tensor, dY: Tensor) -> tuple[Tensor, Tensor]:
+    """PyTorch's own activation of Z, and dZ."""
+    Z = Z.detach().requires_grad_()
+    Y = TORCHS[activation](Z)
+    return Y.detach(), torch.autograd.grad(Y, Z, dY)[0]
+
+
+def stock_act(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
+    """Stock's norm, then PyTorch's activation; mean and rstd of the accumulators' type."""
+    i = inputs
+    with override_off():
+        Z = stock(inputs).Y
+        Y, dZ = torchs(activation, Z, i.dY)
+        results = stock(dataclasses.replace(inputs, dY=dZ), mask)
+        wide = torch.promote_types(i.X.dtype, torch.float32)
+        params = [t if t is None else t.to(wide) for t in (i.gamma, i.beta)]
+        of_wide = stock(Inputs(i.X.to(wide), *params, i.dY.to(wide), i.groups, i.eps))
+    results.Y, results.mean, results.rstd = Y, of_wide.mean, of_wide.rstd
+    return results
+
+
+def away_from_kink(inputs: Inputs, activation: str) -> Inputs:
+    """relu's derivative jumps at 0: no gradient comes where Z is 0 up to rounding."""
+    if activation != "relu":
+        return inputs
+    reference = exact(inputs, (False, False, False))
+    tolerance = 64 * ulp(reference.scale["Y"], torch.promote_types(inputs.X.dtype, torch.float32))
+    Z = torch.as_tensor(reference.Y.astype("float64") if is_array(reference.Y) else reference.Y)
+    near = (Z.abs() <= tolerance).to(inputs.dY.device)
+    dY = inputs.dY.masked_fill(near, 0)
+    if dY.stride() != inputs.dY.stride() and 0 not in inputs.dY.stride():
+        dY = torch.empty_like(inputs.dY).copy_(dY)
+    return dataclasses.replace(inputs, dY=dY)
+
+
+def is_array(values: object) -> bool:
+    return not isinstance(values, Tensor)
+
+
+def run(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
+    """Both operators, called directly."""
+    i = inputs
+    Y, mean, rstd = op(i.X, i.groups, i.gamma, i.beta, i.eps, activation)
+    grads = op_backward(i.dY, i.X, mean, rstd, i.gamma, i.beta, i.groups, activation, list(mask))
+    return Results(Y, mean, rstd, *grads)
+
+
+@contextlib.contextmanager
+def expect_taken(device: str, taken: bool) -> Iterator[None]:
+    """Inside, one call of each operator: on our kernels, or on aten's operators."""
+    torch.ops.gn_override.reset_counters()
+    yield
+    want = (1, 0) if taken else (0, 1)
+    assert calls(FORWARD, device) == calls(BACKWARD, device) == want, (
+        torch.ops.gn_override.counters()
+    )
+
+
+def is_taken(inputs: Inputs) -> bool:
+    one_layout = inputs.X.shape[1] == 1 or inputs.sizes[2] == 1
+    return is_channels_last(inputs.X) or (inputs.X.is_cuda and is_mixed(inputs) and one_layout)
+
+
+def assert_parity(ours: Results, inputs: Inputs, activation: str, mask: Mask = ALL) -> None:
+    theirs = stock_act(inputs, activation, mask)
+    reference = exact(inputs, mask, activation)
+    for name in RESULTS:
+        actual, aten = getattr(ours, name), getattr(theirs, name)
+        assert (actual is None) == (aten is None), name
+        if actual is not None and name in ("dgamma", "dbeta"):
+            aten = aten.to(actual.dtype)  # without a gamma, stock's are of X's dtype
+        if actual is not None:
+            assert_close(actual, aten, getattr(reference, name), name, reference.scale[name])
+
+
+def check(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
+    inputs = away_from_kink(inputs, activation)
+    with expect_taken(inputs.X.device.type, is_taken(inputs)):
+        ours = run(inputs, activation, mask)
+    assert_parity(ours, inputs, activation, mask)
+    if is_channels_last(inputs.X):
+        assert_layout_follows(inputs.X, ours.Y, ours.dX)
+    return ours
+
+
+# --- parity -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cpu_subset(EDGE_CASES), **by_id)
+@pytest.mark.parametrize("dtypes", [DTYPES["float"], DTYPES["bfloat16"]], ids=["float", "bfloat16"])
+@fused_activations
+def test_parity(device, case, dtypes, activation):
+    check(make_inputs(case, device, *dtypes), activation)
+
+
+@few_cases
+@all_dtypes
+@all_activations
+def test_dtypes(device, case, dtypes, activation):
+    """mean and rstd are accumulators; gradients of parameters have the parameters' dtype."""
+    inputs = make_inputs(case, device, *dtypes)
+    ours = check(inputs, activation)
+    wide = torch.promote_types(dtypes[0], torch.float32)
+    assert ours.Y.dtype == ours.dX.dtype == dtypes[0]
+    assert ours.mean.dtype == ours.rstd.dtype == wide
+    assert ours.dgamma.dtype == ours.dbeta.dtype == (dtypes[1] or dtypes[0])
+    assert_same_bits(run(away_from_kink(inputs, activation), activation), ours)
+
+
+@few_cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@fused_activations
+def test_layouts(device, case, dtype, layout, activation):
+    inputs = away_from_kink(make_inputs(case, device, dtype, layout=layout), activation)
+    ours = run(inputs, activation)
+    assert_parity(ours, inputs, activation)
+    want = lay_out(inputs.X, "channels_last" if layout == "sliced" else layout)
+    if layout == "permuted":
+        want = inputs.X.contiguous()  # a layout that is neither: NCHW
+    assert ours.Y.stride() == ours.dX.stride() == want.stride()
+
+
+@few_cases
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@pytest.mark.parametrize("dY_layout", GRAD_LAYOUTS)
+def test_layouts_of_gradient(device, case, layout, dY_layout):
+    inputs = make_inputs(case, device, torch.float32, layout=layout, dY_layout=dY_layout)
+    assert_parity(run(inputs, "silu"), inputs, "silu")
+
+
+@few_cases
+@all_dtypes
+@pytest.mark.parametrize("affine", ["none", "weight", "bias"])
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+def test_without_weight_or_bias(device, case, dtypes, affine, layout):
+    inputs = make_inputs(case, device, *dtypes, affine=affine, layout=layout)
+    ours = run(inputs, "silu")
+    assert_parity(ours, inputs, "silu")
+
+
+@few_cases
+@pytest.mark.parametrize("dtypes", [DTYPES["float"], DTYPES["bfloat16-float"]], ids=["f32", "mix"])
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@pytest.mark.parametrize("mask", MASKS, ids=lambda m: "".join("01"[bit] for bit in m))
+def test_output_masks(device, case, dtypes, layout, mask):
+    inputs = make_inputs(case, device, *dtypes, layout=layout)
+    ours, whole = run(inputs, "silu", mask), run(inputs, "silu")
+    for name, wanted in zip(("dX", "dgamma", "dbeta"), mask, strict=True):
+        assert (getattr(ours, name) is not None) == wanted
+        if wanted:
+            assert torch.equal(getattr(ours, name), getattr(whole, name)), name
+
+
+@few_cases
+@all_dtypes
+@pytest.mark.parametrize("eps", [0.5, 1e-3, 0.0])
+def test_eps(device, case, dtypes, eps):
+    check(make_inputs(case, device, *dtypes, eps=eps), "silu")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=lambda case: case.id)
+def test_benchmark_shapes(case):
+    check(make_inputs(case, "cuda", getattr(torch, case.dtype)), "silu")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"{pins[0]}-{pins[2]}")
+@pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtypes", SCHEME_DTYPES.values(), ids=SCHEME_DTYPES)
+def test_scheme(pin, dtypes, case, pins):  # noqa: F811
+    """Every scheme on a GPU. The activations take turns: which one is in use is no part of it."""
+    fitting = ACTIVATIONS[1:] if case.numel < 30000 or dtypes[0] != torch.float64 else ("silu",)
+    activation = fitting[(PINS.index(pins) + SCHEME_CASES.index(case)) % len(fitting)]
+    inputs = away_from_kink(make_inputs(case, "cuda", *dtypes), activation)
+    pin(*pins)
+    torch.ops.gn_override.reset_counters()
+    ours = run(inputs, activation)
+    rules = {name.split()[2] for name in torch.ops.gn_override.counters()}
+    if rules != {pins[0]}:
+        pytest.skip(f"no {pins[0]} plan of such a geometry")
+    assert_parity(ours, inputs, activation)
+    assert_same_bits(run(inputs, activation), ours)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scheme", ["resident", "cooperative", "two_pass"])
+@fused_activations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_every_activation_of_a_scheme(pin, scheme, activation, dtype):  # noqa: F811
+    inputs = away_from_kink(make_inputs(SCHEME_CASES[0], "cuda", dtype), activation)
+    pin(scheme, 0, 0, 0)
+    torch.ops.gn_override.reset_counters()
+    ours = run(inputs, activation)
+    assert {name.split()[2] for name in torch.ops.gn_override.counters()} == {scheme}
+    assert_parity(ours, inputs, activation)
+
+
+# --- the functions themselves -----------------------------------------------------------------
+
+
+def values_of(activation: str, Z: Tensor) -> tuple[Tensor, Tensor]:
+    """activation(Z) and its derivative from our kernels, element by element.
+
+    With gamma = 0, Z is beta; with dY = 1 at one pixel alone, dbeta is the derivative.
+    """
+    X = lay_out(torch.randn(1, Z.numel(), 2, 2, dtype=Z.dtype, device=Z.device), "channels_last")
+    dY = torch.zeros_like(X)
+    dY[..., 0, 0] = 1
+    results = run(Inputs(X, torch.zeros_like(Z), Z, dY, 1), activation)
+    return results.Y[0, :, 0, 0], results.dbeta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float", "double"])
+@fused_activations
+def test_functions(device, activation, dtype):
+    """Within a few units in the last place, far out too, where PyTorch's own are not."""
+    Z = torch.cat([torch.linspace(-12, 12, 3001), torch.linspace(-80, 80, 161)]).to(dtype)
+    wide = Z.double() if dtype == torch.float32 else Z.numpy().astype("longdouble")
+    references = activate(wide, activation)
+    least = 128 * torch.finfo(dtype).tiny  # Z times a gate that is not subnormal
+    Z = Z.to(device)
+    for ours, reference, is_slope in zip(
+        values_of(activation, Z), references, (False, True), strict=True
+    ):
+        for z, a, r in zip(Z.tolist(), ours.tolist(), reference, strict=True):
+            # A derivative near its zero is a difference of two terms.
+            scale = max(abs(float(r)), 0.5 if is_slope and -2 < z < 0 else least)
+            # The four roundings of an argument are relative errors of its exponential.
+            argument = 1.6 * abs(z) + 0.0714 * abs(z) ** 3 if activation == "gelu_tanh" else 0
+            units = 6 + 2 * argument
+            assert abs(a - r) <= units * ulp(scale, dtype), f"{activation}({z}): {a}, exact {r}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@fused_activations
+def test_signs_and_ends(device, activation, dtype):
+    inf = float("inf")
+    Z = torch.tensor([0.0, 100.0, -100.0, float("nan"), inf], dtype=dtype[0], device=device)
+    Y, slope = values_of(activation, Z)
+    assert Y[:2].tolist() == [0, 100] and abs(float(Y[2])) < 1e-30
+    assert slope[0] == (0 if activation == "relu" else 0.5)
+    assert slope[1] == 1 and abs(float(slope[2])) < 1e-30
+    assert Y[3].isnan()
+    assert Y[4] == inf
+
+
+@few_cases
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@fused_activations
+def test_not_a_number_stays_in_its_group(device, case, value, activation):
+    inputs = make_inputs(case, device, torch.float32)
+    clean = run(inputs, activation)
+    n, c = case.N - 1, case.C // 2
+    inputs.X[n, c].view(-1)[0] = value
+    dirty = run(inputs, activation)
+    g = c // case.D
+    own = torch.zeros(case.shape, dtype=torch.bool, device=device)
+    own[n, g * case.D : (g + 1) * case.D] = True
+    for name in ("Y", "dX"):
+        assert getattr(dirty, name)[own].isnan().all()
+        assert torch.equal(getattr(dirty, name)[~own], getattr(clean, name)[~own])
+    assert dirty.dgamma[g * case.D : (g + 1) * case.D].isnan().all()
+
+
+# --- autograd ---------------------------------------------------------------------------------
+
+
+def small(device: str, layout: str, affine: str = "both") -> list[Tensor | None]:
+    torch.manual_seed(1)
+    i = make_inputs(
+        Case("small", (2, 6, 3, 2), 3), device, torch.float64, layout=layout, affine=affine
+    )
+    return [t if t is None else t.requires_grad_() for t in (i.X, i.gamma, i.beta)]
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@pytest.mark.parametrize("affine", ["both", "weight", "bias", "none"])
+@all_activations
+def test_gradcheck(device, layout, affine, activation):
+    tensors = small(device, layout, affine)
+    given = [t for t in tensors if t is not None]
+
+    def function(*present: Tensor) -> Tensor:
+        rest = iter(present)
+        X, gamma, beta = (None if t is None else next(rest) for t in tensors)
+        return op(X, 3, gamma, beta, 1e-5, activation)[0]
+
+    assert gradcheck(function, given, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(function, given)
+
+
+@few_cases
+@pytest.mark.parametrize("dtypes", [DTYPES["float"], DTYPES["bfloat16-float"]], ids=["f32", "mix"])
+@fused_activations
+def test_training(device, case, dtypes, activation):
+    """The gradients of autograd are those of the backward operator; nothing more is saved."""
+    inputs = away_from_kink(make_inputs(case, device, *dtypes), activation)
+    want = run(inputs, activation)
+    leaves = [t.detach().requires_grad_() for t in (inputs.X, inputs.gamma, inputs.beta)]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        Y, mean, rstd = op(leaves[0], case.G, *leaves[1:], inputs.eps, activation)
+    assert sorted(t.data_ptr() for t in saved) == sorted(
+        t.data_ptr() for t in (*leaves, mean, rstd)
+    )
+    assert Y.requires_grad and not mean.requires_grad and not rstd.requires_grad
+    Y.backward(inputs.dY)
+    assert_same_bits(Results(Y.detach(), mean, rstd, *(t.grad for t in leaves)), want)
+
+
+def test_frozen_parameters(device):
+    """Only the gradients that are needed are asked for."""
+    i = make_inputs(FEW[0], device, torch.float32)
+    X = i.X.requires_grad_()
+    op(X, i.groups, i.gamma, i.beta, i.eps, "silu")[0].backward(i.dY)
+    assert torch.equal(X.grad, run(i, "silu").dX)
+    assert i.gamma.grad is None and i.beta.grad is None
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@all_activations
+def test_functorch(device, layout, activation):
+    X, gamma, beta = (t.detach() for t in small(device, layout))
+
+    def ours(x: Tensor, gamma: Tensor = gamma) -> Tensor:
+        return op(x, 3, gamma, beta, 1e-5, activation)[0]
+
+    def theirs(x: Tensor, gamma: Tensor = gamma) -> Tensor:
+        return TORCHS[activation](F.group_norm(x.contiguous(), 3, gamma, beta))
+
+    func = torch.func
+    for transformed in (
+        lambda f: func.vmap(f)(torch.stack([X, X.cos()])),
+        lambda f: func.grad(lambda x: f(x).cos().sum())(X),
+        lambda f: func.jvp(f, (X,), (X.cos(),)),
+        lambda f: func.vmap(func.grad(lambda x: f(x).cos().sum()))(torch.stack([X, X.cos()])),
+        lambda f: func.jacrev(lambda g: f(X, g))(gamma),
+        lambda f: func.hessian(lambda g: f(X, g).cos().sum())(gamma),
+    ):
+        torch.testing.assert_close(transformed(ours), transformed(theirs))
+
+
+def test_second_derivative_of_the_backward_operator_is_an_error(device):
+    i = make_inputs(FEW[0], device, torch.float32)
+    _, mean, rstd = op(i.X, i.groups, i.gamma, i.beta, i.eps, "silu")
+    dX, _, _ = op_backward(
+        i.dY.requires_grad_(), i.X, mean, rstd, i.gamma, i.beta, i.groups, "silu", [True] * 3
+    )
+    with pytest.raises(RuntimeError, match="not implemented"):
+        dX.sum().backward()
+
+
+# --- what is declined, and errors -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", EMPTY_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@all_activations
+def test_empty_batch(device, case, layout, activation):
+    inputs = make_inputs(case, device, torch.float32, layout=layout)
+    ours = run(inputs, activation)
+    assert ours.Y.shape == ours.dX.shape == inputs.X.shape
+    assert ours.mean.shape == ours.rstd.shape == (0, case.G)
+    assert not ours.dgamma.any() and not ours.dbeta.any()
+    assert ours.dgamma.shape == ours.dbeta.shape == (case.C,)
+
+
+def test_unknown_activation(device):
+    i = make_inputs(FEW[0], device, torch.float32)
+    message = 'activation must be one of identity, relu, silu, gelu, gelu_tanh, got "swish"'
+    _, mean, rstd = op(i.X, i.groups, i.gamma, i.beta)
+    for X in (i.X, i.X.contiguous(), i.X.to("meta"), i.X.detach().requires_grad_()):
+        with pytest.raises(ValueError, match=message):
+            op(X, i.groups, None, None, i.eps, "swish")
+    with pytest.raises(ValueError, match=message):
+        op_backward(i.dY, i.X, mean, rstd, i.gamma, i.beta, i.groups, "swish", [True] * 3)
+
+
+WRONG = {
+    "no groups": lambda x, w: (x, 0, w, w),
+    "negative groups": lambda x, w: (x, -2, w, w),
+    "indivisible": lambda x, w: (x, 5, w, w),
+    "long weight": lambda x, w: (x, 2, torch.cat([w, w]), w),
+    "matrix bias": lambda x, w: (x, 2, w, w[None]),
+    "one dimension": lambda x, w: (x.flatten(), 2, w, w),
+    "integers": lambda x, w: (x.long(), 2, None, None),
+    "half weight": lambda x, w: (x, 2, w.half(), w.half()),
+    "double weight": lambda x, w: (x, 2, w.double(), w.double()),
+    "two dtypes": lambda x, w: (x, 2, w, w.double()),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+def test_wrong_arguments_are_refused_as_by_stock(device, wrong, layout):
+    arguments = wrong(
+        lay_out(torch.randn(2, 4, 3, 3, device=device), layout), torch.randn(4, device=device)
+    )
+    with override_off(), pytest.raises(Exception) as theirs:
+        torch.group_norm(*arguments)
+    for X in (arguments[0], arguments[0].detach().clone()):
+        with pytest.raises(type(theirs.value)) as ours:
+            op(X, *arguments[1:], 1e-5, "silu")
+        assert str(ours.value) == str(theirs.value)
+
+
+def test_switch_does_not_concern_them(device):
+    inputs = make_inputs(FEW[0], device, torch.float32)
+    on = run(inputs, "gelu")
+    with gn_override.disabled(), expect_taken(device, True):
+        off = run(inputs, "gelu")
+    assert_same_bits(on, off)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+def test_autocast(device, dtype, layout):
+    """As F.group_norm followed by the activation: in float on CUDA, as it is on the CPU."""
+    inputs = make_inputs(FEW[0], device, dtype, layout=layout)
+    i = inputs
+    leaves = [t.detach().requires_grad_() for t in (i.X, i.gamma, i.beta)]
+    with torch.autocast(device, torch.bfloat16):
+        want = F.silu(F.group_norm(i.X, i.groups, i.gamma, i.beta))
+        Y = op(leaves[0], i.groups, *leaves[1:], 1e-5, "silu")[0]
+    assert Y.dtype == want.dtype
+    torch.testing.assert_close(Y, want)
+    Y.backward(i.dY.to(Y.dtype))
+    assert [t.grad.dtype for t in leaves] == [dtype] * 3
+
+
+# --- tracing ----------------------------------------------------------------------------------
+
+
+@few_cases
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtypes", [DTYPES["float"], DTYPES["half-float"]], ids=["f32", "mix"])
+def test_opcheck(device, case, layout, dtypes):
+    inputs = make_inputs(case, device, *dtypes, layout=layout)
+    i = inputs
+    leaves = [t.detach().requires_grad_() for t in (i.X, i.gamma, i.beta)]
+    torch.library.opcheck(op, (leaves[0], i.groups, *leaves[1:], i.eps, "gelu"), rtol=0, atol=0)
+    _, mean, rstd = op(i.X, i.groups, i.gamma, i.beta, i.eps, "gelu")
+    for mask in (ALL, (False, True, True)):
+        torch.library.opcheck(
+            op_backward,
+            (i.dY, i.X, mean, rstd, i.gamma, i.beta, i.groups, "gelu", list(mask)),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@fused_activations
+def test_compile(device, dynamic, layout, activation):
+    torch._dynamo.reset()
+    inputs = make_inputs(FEW[0], device, torch.float32, layout=layout)
+
+    def step(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return op(X, inputs.groups, gamma, beta, 1e-5, activation)[0]
+
+    results = []
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for function in (step, compiled):
+        leaves = [t.detach().requires_grad_() for t in (inputs.X, inputs.gamma, inputs.beta)]
+        Y = function(*leaves)
+        Y.backward(inputs.dY)
+        results.append((Y.detach(), *(t.grad for t in leaves)))
+    for eager, ours in zip(*results, strict=True):
+        assert torch.equal(eager, ours)
+        assert eager.stride() == ours.stride()
+
+
+# --- the bound can fail -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_bound_catches(result):
+    inputs = make_inputs(FEW[0], "cpu", torch.float32)
+    wrong = copy.copy(run(inputs, "silu"))
+    setattr(wrong, result, getattr(wrong, result) * (1 + 1e-3))
+    with pytest.raises(AssertionError, match=f"{result}: error"):
+        assert_parity(wrong, inputs, "silu")
+
+
+def test_reference_agrees_with_pytorch():
+    Z = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    for activation in ACTIVATIONS:
+        theirs = torchs(activation, Z, torch.ones_like(Z))
+        torch.testing.assert_close(activate(Z, activation), theirs)
+        arrays = activate(Z.numpy().astype("longdouble"), activation)
+        torch.testing.assert_close(
+            tuple(torch.from_numpy(a.astype("float64")) for a in arrays), theirs
+        )
