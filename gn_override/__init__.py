@@ -12,6 +12,7 @@ The switch is one flag of the process, shared by all threads; it may be flipped 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,19 +22,27 @@ import torch
 from gn_override import _library
 
 if TYPE_CHECKING:
+    from gn_override import functional, nn
     from gn_override._explain import Explanation, explain
+    from gn_override._fuse import FusedPair, Fusion, SkippedNorm, fuse
     from gn_override._report import Report, report
 
 __all__ = [
     "Explanation",
+    "FusedPair",
+    "Fusion",
     "Report",
+    "SkippedNorm",
     "__version__",
     "disable",
     "disabled",
     "enable",
     "enabled",
     "explain",
+    "functional",
+    "fuse",
     "is_enabled",
+    "nn",
     "report",
     "set_inductor",
 ]
@@ -48,6 +57,10 @@ from gn_override._inductor import set_inductor  # noqa: E402
 _LAZY = {
     "Explanation": "gn_override._explain",
     "explain": "gn_override._explain",
+    "FusedPair": "gn_override._fuse",
+    "Fusion": "gn_override._fuse",
+    "SkippedNorm": "gn_override._fuse",
+    "fuse": "gn_override._fuse",
     "Report": "gn_override._report",
     "report": "gn_override._report",
 }
@@ -57,9 +70,9 @@ def __getattr__(name: str) -> Any:
     """What most programs never call is imported on first use, and so is the version."""
     if name == "__version__":
         return _library.build_info()["version"]
+    if name in ("functional", "nn"):
+        return importlib.import_module(f"gn_override.{name}")
     if name in _LAZY:
-        import importlib
-
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value

@@ -7,6 +7,8 @@ others (NCHW inputs, say). A lowering of its own keeps such a call's tensors in 
 one that Inductor makes up for an operator without a decomposition leaves the layout of a forward
 open and makes that of a backward contiguous.
 
+A norm and the activation after it become one call before all that: see _inductor_fuse.
+
 AOTInductor always decomposes: what it packages runs where this package is not imported.
 
 Inductor is slow to import and most programs never do. So an import hook waits for the module that
@@ -37,6 +39,13 @@ _OURS: dict[torch._ops.OpOverload, Callable[..., bool]] = {
     torch.ops.aten.native_group_norm_backward.default: _meta.takes_backward,
 }
 
+# What the lowering serves besides: what _inductor_fuse makes, and the programs that call it.
+_FUSED = (
+    torch.ops.gn_override.group_norm_act.default,
+    torch.ops.gn_override.group_norm_act_backward.default,
+)
+_BACKWARD = (torch.ops.aten.native_group_norm_backward.default, _FUSED[1])
+
 # What is compiled depends on these, and only on these besides the graph.
 _CACHE_TAG = "-".join(
     ("gn_override", _library.build_info()["version"], *_library.build_info()["backends"])
@@ -62,7 +71,8 @@ def set_inductor(enabled: bool) -> None:
     """Choose who runs group normalisation in models compiled by torch.compile.
 
     True, the default: the kernels of this package run the calls that they would run in eager
-    mode, and Inductor compiles the others. False: Inductor compiles all of them, which lets it
+    mode, with the activation that follows where that is one of theirs, and Inductor compiles the
+    others. False: Inductor compiles all of them, which lets it
     fuse them with their neighbours. AOTInductor always does that. Backends other than Inductor,
     and eager mode, do not ask.
 
@@ -86,6 +96,7 @@ def switch_changed() -> None:
     torch.compiler.config.cache_key_tag = tag + _CACHE_TAG if active else tag
     if _LOWERINGS in sys.modules:
         _set_decompositions(active)
+        _set_pass(active)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
@@ -121,13 +132,25 @@ def _set_decompositions(active: bool) -> None:
             table[op] = _Decomposition(inductors, ours) if active else inductors
 
 
+def _set_pass(active: bool) -> None:
+    """Puts ours after the custom passes that run before gradients are traced, or takes it away."""
+    from torch._inductor import config
+
+    from gn_override._inductor_fuse import FuseActivations
+
+    current = config.pre_grad_custom_pass
+    others = current.before if isinstance(current, FuseActivations) else current
+    config.pre_grad_custom_pass = FuseActivations(others, is_active) if active else others
+
+
 def _inductor_loaded() -> None:
     """Registers the lowerings, which are reached by calls that were not decomposed only."""
     from torch._inductor.lowering import make_fallback
 
-    for op in _OURS:
+    for op in (*_OURS, *_FUSED):
         make_fallback(op, layout_constraint=_like_input, warn=False, override_decomp=True)
     _set_decompositions(is_active())
+    _set_pass(is_active())
 
 
 def _like_input(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -139,9 +162,8 @@ def _like_input(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, An
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    backward = node.target is torch.ops.aten.native_group_norm_backward.default
     traced = [arg.meta["val"] if isinstance(arg, torch.fx.Node) else None for arg in node.args]
-    X: torch.Tensor = traced[1 if backward else 0]  # type: ignore[assignment]
+    X: torch.Tensor = traced[1 if node.target in _BACKWARD else 0]  # type: ignore[assignment]
     order = ir.get_stride_order(X.stride(), V.graph.sizevars.shape_env)
     constrained = (
         ir.ExternKernel.require_stride_order(arg, order)

@@ -52,6 +52,8 @@ ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 RESULTS = ("Y", "mean", "rstd", "dX", "dgamma", "dbeta")
 FORWARD = "native_group_norm"
 BACKWARD = "native_group_norm_backward"
+ATEN = (FORWARD, BACKWARD)
+FUSED = ("group_norm_act", "group_norm_act_backward")
 
 
 @dataclass
@@ -510,12 +512,21 @@ def calls(op: str, device: str) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def expect_calls(device: str, forward: bool | None, backward: bool | None) -> Iterator[None]:
-    """Inside, exactly one call of each op: on our kernels (True), on aten (False), or no call."""
+def expect_calls(
+    device: str,
+    forward: bool | None,
+    backward: bool | None,
+    ops: tuple[str, str] = ATEN,
+) -> Iterator[None]:
+    """Inside, exactly one call of each op: on our kernels (True), on aten (False), or no call.
+
+    Of the other pair of ops there is none.
+    """
     torch.ops.gn_override.reset_counters()
     yield
     want = {True: (1, 0), False: (0, 1), None: (0, 0)}
-    for op, ours in ((FORWARD, forward), (BACKWARD, backward)):
+    asked = dict.fromkeys((*ATEN, *FUSED)) | dict(zip(ops, (forward, backward), strict=True))
+    for op, ours in asked.items():
         got = calls(op, device)
         assert got == want[ours], (
             f"{op} on {device}: (ours, aten) calls {got}, expected {want[ours]}; "

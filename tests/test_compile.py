@@ -19,10 +19,12 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
-from reference import BACKWARD, FORWARD, calls, expect_calls, is_channels_last, lay_out
+from reference import ATEN, FUSED, calls, expect_calls, is_channels_last, lay_out
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from torch._inductor import decomposition
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -58,16 +60,17 @@ def _own_graphs() -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """A norm between convolutions, as networks have it."""
+    """A norm between convolutions, as networks have it; Tanh is no activation of ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: type[nn.Module] = nn.SiLU) -> None:
         super().__init__()
         self.before = nn.Conv2d(4, 6, 3, bias=False)
         self.norm = nn.GroupNorm(GROUPS, 6)
+        self.activation = activation()
         self.after = nn.Conv2d(6, 4, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.after(F.silu(self.norm(self.before(x))))
+        return self.after(self.activation(self.norm(self.before(x))))
 
 
 def norm_silu(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -112,20 +115,33 @@ def run_without_gn_override(code: str, *arguments: str) -> None:
 # --- our kernels run, on what the neighbours hold ---------------------------------------------
 
 
-def test_training(device: str) -> None:
+@pytest.mark.parametrize(
+    "activation, ops, namespace", [(nn.Tanh, ATEN, "aten"), (nn.SiLU, FUSED, "gn_override")]
+)
+def test_training(
+    device: str, activation: type[nn.Module], ops: tuple[str, str], namespace: str
+) -> None:
     """One call each, of the convolution's own output, and back into it."""
-    module = Block().to(device, memory_format=torch.channels_last)
+    module = Block(activation).to(device, memory_format=torch.channels_last)
     x = lay_out(torch.randn(2, 4, 9, 7, device=device), "channels_last").requires_grad_()
     expected = train(module, x)
-    with expect_calls(device, True, True):
+    with expect_calls(device, True, True, ops):
         actual, (forward, backward) = run_and_get_code(train, compiled(module), x)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert is_channels_last(actual[0]) and is_channels_last(actual[1])
 
     convolved = re.search(r"(\w+) = extern_kernels\.convolution\(", forward)
     assert convolved, forward
-    assert f"aten.native_group_norm.default({convolved[1]}, " in forward, forward
-    normed = re.search(r"(\w+) = torch\.ops\.aten\.native_group_norm_backward\.default", backward)
+    normed = re.search(
+        rf"(\w+) = torch\.ops\.{namespace}\.{ops[0]}\.default\({convolved[1]}, ", forward
+    )
+    assert normed, forward
+    if ops == FUSED:  # nothing is left between the norm and the next convolution
+        output = re.search(rf"(\w+) = {normed[1]}\[0\]", forward)
+        assert output, forward
+        assert f"extern_kernels.convolution({output[1]}, " in forward, forward
+        assert "empty_strided" not in forward.split("def call")[1], forward
+    normed = re.search(rf"(\w+) = torch\.ops\.{namespace}\.{ops[1]}\.default", backward)
     assert normed, backward
     gradient = re.search(rf"(\w+) = {normed[1]}\[0\]", backward)
     assert gradient, backward
@@ -138,7 +154,7 @@ def test_dynamic_shapes(device: str) -> None:
     for shape in ((11, 6, 7, 5), (13, 6, 16, 9)):
         tensors = operands(shape, device)
         expected = train(norm_silu, *tensors)
-        with expect_calls(device, True, True):
+        with expect_calls(device, True, True, FUSED):
             actual = train(function, *tensors)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert backend.frame_count == 1, "recompiled: a size was taken for a constant"
@@ -181,7 +197,7 @@ def test_modes(device: str, mode: str) -> None:
         with torch.no_grad():
             torch.ops.gn_override.reset_counters()
             actual = function(x).clone()
-            ours, declined = calls(FORWARD, device)
+            ours, declined = calls(FUSED[0], device)
             assert declined == 0 and (ours > 0 or device == "cuda")
             torch.testing.assert_close(actual, module(x), rtol=1e-3, atol=1e-3)
 
@@ -194,7 +210,7 @@ def test_training_in_cuda_graphs(mode: str) -> None:
         tensors = operands((2, 6, 7, 5), "cuda")
         actual = [t.clone() for t in train(function, *tensors)]
         torch.testing.assert_close(actual, list(train(norm_silu, *tensors)), rtol=1e-3, atol=1e-3)
-    assert calls(FORWARD, "cuda")[1] == calls(BACKWARD, "cuda")[1] == 0
+    assert calls(FUSED[0], "cuda")[1] == calls(FUSED[1], "cuda")[1] == 0
 
 
 # --- and where they do not --------------------------------------------------------------------
@@ -221,7 +237,7 @@ def test_switches(device: str, by: str) -> None:
         else:
             (gn_override.enable if on else gn_override.disable)()
         assert gn_override.report().inductor is on
-        with expect_calls(device, on or None, on or None):
+        with expect_calls(device, on or None, on or None, FUSED):
             actual = train(function, *tensors)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         if by == "set_inductor":
@@ -302,6 +318,188 @@ def test_cache_tag_keeps_the_users() -> None:
     finally:
         config.cache_key_tag = ""
         gn_override.enable()
+
+
+# --- what the pass makes of what Dynamo records -----------------------------------------------
+
+
+def after_the_pass(function: Callable[..., Tensor], *tensors: Tensor) -> list[str]:
+    """The activations that are fused in a function, whose results must not change."""
+    fused = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        inductor_config.pre_grad_custom_pass(module.graph)
+        module.graph.lint()
+        module.recompile()
+        op = torch.ops.gn_override.group_norm_act.default
+        fused.extend(node.args[5] for node in module.graph.nodes if node.target is op)
+        return module.forward
+
+    expected = function(*tensors)
+    torch._dynamo.reset()
+    actual = torch.compile(function, backend=backend, fullgraph=True)(*tensors)
+    # A fused norm is not rounded before the activation.
+    tolerance = 2 * torch.finfo(expected.dtype).eps if expected.dtype.itemsize == 2 else 1e-4
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    return fused
+
+
+def no_grad_norm(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    with torch.no_grad():
+        Y = norm(X, gamma, beta)
+    return F.silu(Y)
+
+
+def autocast_norm(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        Y = norm(X, gamma, beta)
+    return F.silu(Y)
+
+
+def changed_in_between(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    X = X.clone()
+    Y = norm(X, gamma, beta)
+    X.add_(1)
+    return F.silu(Y) + X
+
+
+def used_twice(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    Y = norm(X, gamma, beta)
+    return F.silu(Y) + Y
+
+
+def changed_in_place(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    Y = norm(X, gamma, beta)
+    F.relu_(Y)
+    return Y
+
+
+@pytest.mark.parametrize(
+    "function, fused",
+    [
+        (norm_silu, ["silu"]),
+        (lambda *t: F.relu(norm(*t)), ["relu"]),
+        (lambda *t: F.relu(norm(*t), inplace=True), ["relu"]),
+        (lambda *t: F.relu_(norm(*t)), ["relu"]),
+        (lambda *t: torch.relu(norm(*t)), ["relu"]),
+        (lambda *t: norm(*t).relu(), ["relu"]),
+        (lambda *t: norm(*t).relu_(), ["relu"]),
+        (lambda *t: F.silu(norm(*t), inplace=True), ["silu"]),
+        (lambda *t: F.gelu(norm(*t)), ["gelu"]),
+        (lambda *t: F.gelu(norm(*t), approximate="tanh"), ["gelu_tanh"]),
+        (lambda X, *t: F.silu(torch.group_norm(X, GROUPS, *t)), ["silu"]),
+        (lambda X, *t: F.silu(F.group_norm(X, num_groups=GROUPS)), ["silu"]),
+        (lambda X, *t: norm_silu(norm_silu(X, *t), *t), ["silu", "silu"]),
+        (changed_in_between, ["silu"]),
+        (used_twice, []),
+        (changed_in_place, []),
+        (no_grad_norm, []),
+        (autocast_norm, []),
+        (lambda *t: torch.tanh(norm(*t)), []),
+        (lambda X, *t: F.silu(norm(X.contiguous(), *t)), []),
+        (lambda *t: torch.add(norm(*t), 1).relu(), []),
+    ],
+)
+def test_pass(function: Callable[..., Tensor], fused: list[str]) -> None:
+    assert after_the_pass(function, *operands((2, 6, 7, 5), "cpu")) == fused
+
+
+def test_pass_under_autocast(device: str) -> None:
+    """The norm's dtype is the one that autocast gives it."""
+
+    def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return norm_silu(X, gamma, beta)
+
+    X, gamma, beta = operands((2, 6, 7, 5), device)
+    assert after_the_pass(function, X, gamma, beta) == ["silu"]
+    assert after_the_pass(function, X.detach().bfloat16(), gamma, beta) == ["silu"]
+
+
+class Recorded(CustomGraphPass):
+    """A pass of the program's own."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen += [str(node.target) for node in graph.nodes]
+
+    def uuid(self) -> str:
+        return "recorded"
+
+
+def test_pass_beside_the_programs() -> None:
+    """It runs first, and is what is left when ours goes."""
+    theirs = Recorded()
+    alone = inductor_config.pre_grad_custom_pass.uuid()
+    with gn_override.disabled():
+        assert inductor_config.pre_grad_custom_pass is None
+        inductor_config.pre_grad_custom_pass = theirs
+    try:
+        both = inductor_config.pre_grad_custom_pass
+        assert both is not theirs and both.uuid() not in (alone, theirs.uuid())
+        tensors = operands((2, 6, 7, 5), "cpu")
+        with expect_calls("cpu", True, True, FUSED):
+            train(compiled(norm_silu), *tensors)
+        assert any("group_norm" in target for target in theirs.seen)
+        assert not any("group_norm_act" in target for target in theirs.seen)
+        for turn_off in (gn_override.disable, lambda: gn_override.set_inductor(False)):
+            turn_off()
+            assert inductor_config.pre_grad_custom_pass is theirs
+            both(torch.fx.Graph())  # whoever holds it still: it does nothing of ours
+            gn_override.enable()
+            gn_override.set_inductor(True)
+    finally:
+        gn_override.disable()
+        inductor_config.pre_grad_custom_pass = None
+        gn_override.enable()
+
+
+def test_pass_without_uuid() -> None:
+    """Nothing is cached where Inductor could not tell the program's pass from another."""
+    before = inductor_config.pre_grad_custom_pass
+    assert before.uuid() is not None
+    assert type(before)(lambda graph: None, before.active).uuid() is None
+    assert type(before)([Recorded()], before.active).uuid() is not None
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+def test_modules_with_an_activation(device: str, layout: str) -> None:
+    """Called by the program itself, also where Inductor compiles the other norms."""
+    module = gn_override.nn.GroupNorm(GROUPS, 6, activation="silu").to(device)
+    X = operands((2, 6, 7, 5), device, layout)[0]
+    expected = train(module, X)
+    for on in (True, False):
+        gn_override.set_inductor(on)
+        ours = True if layout == "channels_last" else None
+        with expect_calls(device, ours, ours, FUSED):
+            actual = train(compiled(module), X)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    with gn_override.disabled():
+        actual = train(compiled(module), X)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("activation", [torch.tanh, F.relu, F.silu])
+def test_dgamma_of_every_group(activation: Callable[[Tensor], Tensor]) -> None:
+    """#140913: one group's dgamma was 25% off in code of Inductor's own."""
+
+    def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return activation(F.group_norm(X, 16, gamma, beta))
+
+    X = lay_out(torch.randn(256, 64, 64, 64, device="cuda"), "channels_last").bfloat16()
+    gamma, beta = torch.randn(2, 64, device="cuda").bfloat16().unbind()
+    dY = torch.randn_like(X)
+    found = []
+    for run, dtype in ((compiled(function), torch.bfloat16), (function, torch.float64)):
+        with torch.enable_grad():
+            given = [t.detach().to(dtype).requires_grad_() for t in (X, gamma, beta)]
+            Y = run(*given)
+            found.append(torch.autograd.grad(Y, given[1:], dY.to(dtype)))
+    for actual, exact in zip(*found, strict=True):
+        torch.testing.assert_close(actual.double(), exact, rtol=2e-2, atol=0.1)
 
 
 # --- what Inductor's table does to a traced call, also for CUDA without a GPU -----------------

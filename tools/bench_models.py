@@ -10,6 +10,9 @@ and gradients) are compared with the same model in float32: the override's relat
 1.1x stock's, which measures how much a model amplifies a change in rounding, plus one unit in the
 last place. A row that fails is not timed, and the exit status is 1.
 
+Each model has rows of its own for `gn_override.fuse(model)`: the override's column is then the
+model with its norms and activations fused.
+
 Times are medians in milliseconds, the variants taken in turns; GPU times come from events.
 """
 
@@ -23,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,7 @@ VAE = {
     "sample_size": 512,
     "scaling_factor": 0.18215,
 }
+FUSED = ", activations fused"  # ends the names of such rows
 TINY_UNET = {**UNET, "block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 32}
 TINY_VAE = {**VAE, "block_out_channels": (32, 32, 64, 64)}
 
@@ -155,15 +159,20 @@ def calls_taken() -> int:
     return sum(gn_override.report().calls.values())
 
 
-def check(row: Row, step: Step, reference: Step, dtype: torch.dtype) -> bool:
-    """Fill the row's errors; True if they are within the bound."""
+def check(
+    row: Row, step: Step, reference: Step, dtype: torch.dtype, fused: Step | None = None
+) -> bool:
+    """Fill the row's errors, the override's from the fused step if there is one.
+
+    True if they are within the bound.
+    """
     with gn_override.disabled(), exact_float32():
         expected = reference()
     with gn_override.disabled():
         row.error_stock = relative_error(step(), expected)
     before = calls_taken()
     with gn_override.enabled():
-        row.error_override = relative_error(step(), expected)
+        row.error_override = relative_error((fused or step)(), expected)
     row.calls = calls_taken() - before
     row.error_bound = 1.1 * row.error_stock + torch.finfo(dtype).eps
     verdict = "ok" if row.parity else "FAILED"
@@ -172,6 +181,23 @@ def check(row: Row, step: Step, reference: Step, dtype: torch.dtype) -> bool:
         f"bound {row.error_bound:.3e}, {row.calls} calls taken"
     )
     return row.parity
+
+
+def fused_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model with its norms and activations fused."""
+    model = copy.deepcopy(model)
+    log(f"  {len(gn_override.fuse(model).fused)} pairs of norm and activation fused")
+    return model
+
+
+def split(row: Row, fused: Row) -> list[Row]:
+    """Two rows from the first, which was measured with a variant "fused" besides."""
+    for field_name in ("times", "peak_gb"):
+        measured = getattr(row, field_name)
+        if measured:
+            own = measured.pop("fused")
+            setattr(fused, field_name, {**measured, "override": own})
+    return [row, fused]
 
 
 @dataclass(frozen=True)
@@ -258,36 +284,36 @@ def bench_inference(
     def step_of(net: nn.Module, layout: torch.memory_format, kind: torch.dtype) -> Step:
         return inference(net, lambda m: call(m, layout, kind))
 
-    eager = Row(f"{name}, eager", floor="the model without its GroupNorms")
-    step = step_of(model, last, dtype)
+    floor = "the model without its GroupNorms"
+    eager, fused = (Row(f"{name}, eager{kind}", floor=floor) for kind in ("", FUSED))
+    step, fused_step = (step_of(net, last, dtype) for net in (model, fused_copy(model)))
     with phase("parity"):
-        good = check(eager, step, step_of(copy.deepcopy(model).to(exact), last, exact), dtype)
+        reference = step_of(copy.deepcopy(model).to(exact), last, exact)
+        good = check(eager, step, reference, dtype)
+        good = check(fused, step, reference, dtype, fused_step) and good
     if not good:
-        return [eager]
+        return [eager, fused]
 
     nchw = placed(copy.deepcopy(model), setting.device, dtype, first)
     variants = {
         "stock": Variant(step),
         "override": Variant(step, on=True),
+        "fused": Variant(fused_step, on=True),
         "stock_nchw": Variant(step_of(nchw, first, dtype)),
         "floor": Variant(step_of(without_norms(model), last, dtype)),
     }
-    rows = [eager]
+    rows = []
+    if graph and setting.device == "cuda":
+        graphs = [
+            replace(row, name=row.name.replace("eager", "CUDA graph"), times={}, peak_gb={})
+            for row in (eager, fused)
+        ]
+        with phase("CUDA graph"):
+            measure(graphs[0], {key: captured(v) for key, v in variants.items()}, setting)
+        rows = split(*graphs)
     with phase("eager"):
         measure(eager, variants, setting)
-    if graph and setting.device == "cuda":
-        row = Row(
-            f"{name}, CUDA graph",
-            floor=eager.floor,
-            error_stock=eager.error_stock,
-            error_override=eager.error_override,
-            error_bound=eager.error_bound,
-            calls=eager.calls,
-        )
-        with phase("CUDA graph"):
-            measure(row, {key: captured(v) for key, v in variants.items()}, setting)
-        rows.insert(0, row)
-    return rows
+    return rows + split(eager, fused)
 
 
 def bench_unet(setting: Setting) -> list[Row]:
@@ -388,7 +414,12 @@ def bench_resnet(setting: Setting) -> list[Row]:
     rows = []
     for autocast in (None, torch.bfloat16):
         kind = "bf16 autocast, fp32 parameters" if autocast else "bf16"
-        row = Row(f"timm resnet50_gn training, batch 64, {kind}", floor="resnet50 with BatchNorm")
+        row, fused_row = (
+            Row(
+                f"timm resnet50_gn training, batch 64, {kind}{end}", floor="resnet50 with BatchNorm"
+            )
+            for end in ("", FUSED)
+        )
         log(row.name)
         dtype = torch.float32 if autocast else torch.bfloat16
 
@@ -400,9 +431,14 @@ def bench_resnet(setting: Setting) -> list[Row]:
             return model, images.to(dtype, memory_format=layout)
 
         def step_of(
-            name: str, layout: torch.memory_format, autocast: torch.dtype | None = autocast
+            name: str,
+            layout: torch.memory_format,
+            autocast: torch.dtype | None = autocast,
+            fused: bool = False,
         ) -> Step:
             model, x = build(name, layout)
+            if fused:
+                gn_override.fuse(model)
             return training(model, x, labels, autocast, update=True)
 
         with phase("parity"):
@@ -410,23 +446,35 @@ def bench_resnet(setting: Setting) -> list[Row]:
             reference = training(
                 copy.deepcopy(model).float(), x.float(), labels, None, update=False
             )
-            plain = training(model, x, labels, autocast, update=False)
+            plain, fused = (
+                training(net, x, labels, autocast, update=False)
+                for net in (model, fused_copy(model))
+            )
             good = check(row, plain, reference, torch.bfloat16)
-            del model, x, reference, plain
-        rows.append(row)
+            good = check(fused_row, plain, reference, torch.bfloat16, fused) and good
+            del model, x, reference, plain, fused
         if not good:
+            rows += [row, fused_row]
             continue
 
+        peaks = {}
+        if setting.device == "cuda":
+            # With one model in memory at a time.
+            torch.cuda.empty_cache()
+            variant = Variant(step_of("resnet50_gn", last, fused=True), on=True)
+            peaks["fused"] = peak_gb(variant)
+            del variant
+            torch.cuda.empty_cache()
         shared = step_of("resnet50_gn", last)
         variants = {"stock": Variant(shared), "override": Variant(shared, on=True)}
         if setting.device == "cuda":
-            # Before the other variants' models take memory too.
-            torch.cuda.empty_cache()
-            row.peak_gb = {name: peak_gb(variant) for name, variant in variants.items()}
+            row.peak_gb = peaks | {name: peak_gb(variant) for name, variant in variants.items()}
+        variants["fused"] = Variant(step_of("resnet50_gn", last, fused=True), on=True)
         variants["stock_nchw"] = Variant(step_of("resnet50_gn", first))
         variants["floor"] = Variant(step_of("resnet50", last))
         with phase("timing"):
             measure(row, variants, setting)
+        rows += split(row, fused_row)
     return rows
 
 

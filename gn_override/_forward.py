@@ -1,0 +1,412 @@
+"""A module's forward, read from its source and written again with runs of steps joined.
+
+A step is a call, on one tensor, of a submodule, of a known activation or of F.group_norm. A run is
+a row of steps, each on what the one before returned, with nothing else that reads it:
+
+    h = self.norm(x)                          h = run(x, self.norm, self.act)
+    h = self.act(h)
+
+    return F.relu(self.norm(x))               return run(x, self.norm, "relu")
+
+    if up:                                    if up:
+        h = self.norm(x)                          h = run(x, self.norm, self.act)
+    else:                                     else:
+        h = self.other(x)                         h = self.act(self.other(x))
+    h = self.act(h)
+
+The source has every path that forward can take, so what is joined is right for all inputs and
+attributes; a recording of one path would not be.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gn_override import _activations
+
+# A part of a run: number of the run in the source, first and last step.
+Part = tuple[int, int, int]
+
+
+class Unreadable(Exception):
+    """Why a forward cannot be written again."""
+
+
+@dataclass(frozen=True, eq=False)
+class GroupNormCall:
+    """A call of F.group_norm as a step; the names are those of nn.GroupNorm."""
+
+    num_groups: int
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    eps: float = 1e-5
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a run: of a submodule, of an activation's function, or of F.group_norm."""
+
+    source: str  # what is called, as it is written: "self.norm1", "F.relu"
+    path: str = ""  # of the submodule, from the module that has the forward: "norm1"
+    activation: str = ""  # its name
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps of a run, and the branches of `if` that it is in: (test, whether it holds)."""
+
+    steps: tuple[Step, ...]
+    branches: tuple[tuple[ast.expr, bool], ...]
+
+    def is_left_out(self, module: object) -> bool:
+        """Whether attributes of the module that has this forward decide against a branch."""
+        return any(_decides(test, module) is (not holds) for test, holds in self.branches)
+
+
+@functools.cache
+def read(function: Any) -> Forward:
+    """The source of a forward. Raises Unreadable."""
+    return Forward(function)
+
+
+class Forward:
+    """The source of a forward, and its runs."""
+
+    def __init__(self, function: Any) -> None:
+        if not isinstance(function, FunctionType):
+            raise Unreadable("is no Python function")
+        try:
+            lines, first = inspect.getsourcelines(function)
+            # A method is indented; to dedent it would change its docstring.
+            head = "if True:\n" if lines[0][0].isspace() else "\n"
+            tree = ast.parse(head + "".join(lines))
+        except (OSError, TypeError, SyntaxError):
+            raise Unreadable("has no source that can be read") from None
+        ast.increment_lineno(tree, first - 2)
+        definition = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
+        if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+            raise Unreadable("is decorated, or no plain function")
+        if set(function.__code__.co_freevars) - {"__class__"}:
+            raise Unreadable("is a closure")
+        _drop_defaults(definition)
+        self._function = function
+        if _symbols(self._make(definition, run=None)) != _symbols(function):
+            raise Unreadable("is not what its source says")
+        _Joiner(_Steps(function)).definition(definition)
+        self._definition = definition
+        writer = _Writer(_Steps(function), ())
+        writer.visit(copy.deepcopy(definition))
+        self.runs = writer.runs
+
+    def joined(self, parts: Collection[Part], run: Callable[..., Tensor]) -> FunctionType:
+        """The forward with these parts of its runs as calls of run(x, *steps).
+
+        The steps are callables (submodules, GroupNormCall), and names of activations.
+        """
+        definition = copy.deepcopy(self._definition)
+        _Writer(_Steps(self._function), parts).visit(definition)
+        made = self._make(definition, run)
+        made.__defaults__ = self._function.__defaults__
+        made.__kwdefaults__ = self._function.__kwdefaults__
+        functools.update_wrapper(made, self._function)
+        return made
+
+    def _make(self, definition: ast.FunctionDef, run: Callable[..., Tensor] | None) -> FunctionType:
+        """A function with this definition; its globals, and its class, are the forward's."""
+        names = {_RUN: run, _GROUP_NORM: GroupNormCall}
+        if self._function.__closure__:
+            names["__class__"] = self._function.__closure__[0].cell_contents
+        maker = ast.parse(f"def maker({', '.join(names)}): return {definition.name}").body[0]
+        assert isinstance(maker, ast.FunctionDef)
+        maker.body.insert(0, definition)
+        module = ast.fix_missing_locations(ast.Module([maker], type_ignores=[]))
+        namespace: dict[str, Any] = {}
+        code = compile(module, self._function.__code__.co_filename, "exec", dont_inherit=True)
+        exec(code, self._function.__globals__, namespace)
+        made: FunctionType = namespace["maker"](**names)
+        return made
+
+
+_RUN = "__gn_override_run"
+_GROUP_NORM = "__gn_override_group_norm"
+_GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))
+
+# A statement that a run can end in.
+_Ending = ast.Assign | ast.Return
+
+
+def _symbols(function: FunctionType) -> tuple[Any, ...]:
+    """What a function's code names and holds; its instructions depend on the module around it."""
+    code = function.__code__
+    constants = [(type(value), value) for value in code.co_consts if type(value) is not CodeType]
+    return code.co_names, code.co_varnames, constants
+
+
+def _drop_defaults(definition: ast.FunctionDef) -> None:
+    """Defaults and annotations are values of the function; their expressions must not run again."""
+    arguments = definition.args
+    arguments.defaults = []
+    arguments.kw_defaults = [None] * len(arguments.kwonlyargs)
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    definition.returns = None
+
+
+def _path(expression: ast.expr) -> list[str]:
+    """["self", "block", "norm"] of `self.block.norm`; empty for anything else."""
+    if isinstance(expression, ast.Name):
+        return [expression.id]
+    if isinstance(expression, ast.Attribute) and (path := _path(expression.value)):
+        return [*path, expression.attr]
+    return []
+
+
+class _Steps:
+    """Finds steps in expressions of a forward."""
+
+    def __init__(self, function: FunctionType) -> None:
+        code = function.__code__
+        self.self = code.co_varnames[0] if code.co_argcount else ""
+        self.locals = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+        self.shared = {*code.co_cellvars, *code.co_freevars}  # with functions inside
+        self.globals = function.__globals__
+
+    def step(self, call: ast.expr) -> Step | None:
+        """What an expression calls as a step, on _operand(call)."""
+        if not isinstance(call, ast.Call):
+            return None
+        function, path = call.func, _path(call.func)
+        if isinstance(function, ast.Attribute) and not call.args and not call.keywords:
+            activation = _activations.of_call(function.attr)
+            return Step(f".{function.attr}", activation=activation) if activation else None
+        extra = [*call.args[1:], *(keyword.value for keyword in call.keywords)]
+        if not path or not call.args or isinstance(call.args[0], ast.Starred):
+            return None
+        source = ".".join(path)
+        if path[0] == self.self:
+            return None if extra or not path[1:] else Step(source, path=".".join(path[1:]))
+        if path[0] in self.locals:
+            return None
+        called = self.globals.get(path[0], getattr(builtins, path[0], None))
+        for name in path[1:]:
+            called = getattr(called, name, None)
+        if called is F.group_norm or called is torch.group_norm:
+            keywords = {keyword.arg for keyword in call.keywords}
+            plain = all(_path(value) or isinstance(value, ast.Constant) for value in extra)
+            fit = len(extra) <= len(_GROUP_NORM_FIELDS) and keywords <= {*_GROUP_NORM_FIELDS}
+            return Step(source) if plain and fit else None
+        try:
+            args = [ast.literal_eval(value) for value in call.args[1:]]
+            kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        except ValueError:
+            return None
+        activation = _activations.of_call(called, *args, **kwargs)
+        return Step(source, activation=activation) if activation else None
+
+    def run(self, expression: ast.expr) -> tuple[ast.expr, list[tuple[Step, ast.Call]]]:
+        """What a run starts from, and its steps and their calls, innermost first."""
+        steps: list[tuple[Step, ast.Call]] = []
+        while (step := self.step(expression)) is not None:
+            assert isinstance(expression, ast.Call)
+            steps.insert(0, (step, expression))
+            expression = _operand(expression)
+        return expression, steps
+
+    def continues(self, statement: ast.stmt) -> str:
+        """The variable that a statement does steps on and nothing else; "" if there is none."""
+        if not isinstance(statement, _Ending) or statement.value is None:
+            return ""
+        start, steps = self.run(statement.value)
+        fits = steps and (isinstance(statement, ast.Return) or _target(statement))
+        return start.id if fits and isinstance(start, ast.Name) else ""
+
+    def result(self, statement: ast.stmt) -> str:
+        """The local variable that a statement assigns from a step; "" if it does not."""
+        target = _target(statement)
+        if target in self.shared or target not in self.locals:
+            return ""
+        assert isinstance(statement, ast.Assign)
+        return target if self.step(statement.value) else ""
+
+
+def _operand(call: ast.Call) -> ast.expr:
+    """The tensor that a step works on."""
+    if call.args:
+        return call.args[0]
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.value
+
+
+def _set_operand(call: ast.Call, operand: ast.expr) -> None:
+    if call.args:
+        call.args[0] = operand
+    else:
+        assert isinstance(call.func, ast.Attribute)
+        call.func.value = operand
+
+
+def _target(statement: ast.stmt) -> str:
+    """The one variable that a statement assigns; "" if it does anything else."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else ""
+    return ""
+
+
+class _Joiner:
+    """Writes the statements of a run as one, where nothing else can see its inner values."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self.steps = steps
+
+    def definition(self, definition: ast.FunctionDef) -> None:
+        self._sink(definition.body)
+        self._join(definition.body, definition)
+
+    def _sink(self, body: list[ast.stmt]) -> None:
+        """Steps that follow an `if` on what its branches assign go into each of its branches."""
+        position = 0
+        while position < len(body):
+            statement = body[position]
+            position += 1
+            if isinstance(statement, ast.If):
+                for name in sorted(self._branch_results(statement)):
+                    while position < len(body) and self.steps.continues(body[position]) == name:
+                        follower = body.pop(position)
+                        statement.body.append(follower)
+                        statement.orelse.append(copy.deepcopy(follower))
+            for block in _blocks(statement):
+                self._sink(block)
+
+    def _branch_results(self, statement: ast.If) -> set[str]:
+        """What branches assign from a step last."""
+        results = set()
+        for block in (statement.body, statement.orelse):
+            if block and isinstance(block[-1], ast.If):
+                results |= self._branch_results(block[-1])
+            elif block and (name := self.steps.result(block[-1])):
+                results.add(name)
+        return results
+
+    def _join(self, body: list[ast.stmt], definition: ast.FunctionDef) -> None:
+        position = 0
+        while position < len(body):
+            statement = body[position]
+            for block in _blocks(statement):
+                self._join(block, definition)
+            following = body[position + 1] if position + 1 < len(body) else None
+            name = self.steps.result(statement)
+            if (
+                following
+                and name
+                and self.steps.continues(following) == name
+                and (
+                    isinstance(following, ast.Return)
+                    or _target(following) == name
+                    or _reads(definition, name) == 1
+                )
+            ):
+                assert isinstance(statement, ast.Assign) and isinstance(following, _Ending)
+                assert following.value is not None
+                _, steps = self.steps.run(following.value)
+                _set_operand(steps[0][1], statement.value)
+                del body[position]
+            else:
+                position += 1
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """The blocks of a statement; none of a `try`, where a handler can see what a run leaves."""
+    if isinstance(statement, (ast.If, ast.For, ast.While)):
+        return [statement.body, statement.orelse]
+    return [statement.body] if isinstance(statement, ast.With) else []
+
+
+def _reads(definition: ast.FunctionDef, name: str) -> int:
+    """How often a variable is read or deleted anywhere in a function."""
+    return sum(
+        isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Store)
+        for node in ast.walk(definition)
+    )
+
+
+def _decides(test: ast.expr, module: object) -> bool | None:
+    """Whether a test holds, where only attributes of a module decide; None where it is open."""
+    allowed = ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Constant | ast.Name | ast.Attribute
+    operators = ast.expr_context | ast.cmpop | ast.boolop | ast.unaryop
+    for node in ast.walk(test):
+        if not isinstance(node, allowed | operators):
+            return None
+        # A module may go from training to evaluation at any time.
+        if isinstance(node, ast.Attribute) and node.attr == "training":
+            return None
+    code = compile(ast.Expression(test), "<test>", "eval")
+    try:
+        return bool(eval(code, {"__builtins__": {}, "self": module}))
+    except Exception:  # names other than self, or what an attribute raises
+        return None
+
+
+class _Writer(ast.NodeTransformer):
+    """Writes parts of runs as calls; `runs` are all that it met."""
+
+    def __init__(self, steps: _Steps, parts: Collection[Part]) -> None:
+        self.steps = steps
+        self.parts = {(number, first): last for number, first, last in parts}
+        self.runs: list[Run] = []
+        self.branches: list[tuple[ast.expr, bool]] = []
+
+    def visit_If(self, node: ast.If) -> ast.If:
+        node.test = self.visit(node.test)
+        for block, holds in ((node.body, True), (node.orelse, False)):
+            self.branches.append((node.test, holds))
+            block[:] = [self.visit(statement) for statement in block]
+            self.branches.pop()
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        start, steps = self.steps.run(node)
+        if not steps:
+            self.generic_visit(node)
+            return node
+        number = len(self.runs)
+        self.runs.append(Run(tuple(step for step, _ in steps), tuple(self.branches)))
+        value: ast.expr = self.visit(start)
+        position = 0
+        while position < len(steps):
+            last = self.parts.get((number, position), -1)
+            if position < last < len(steps):
+                callables = [_callable(step, call) for step, call in steps[position : last + 1]]
+                joined = ast.Call(ast.Name(_RUN, ast.Load()), [value, *callables], [])
+                value = ast.copy_location(joined, steps[last][1])
+                position = last + 1
+            else:
+                _set_operand(steps[position][1], value)
+                value = steps[position][1]
+                position += 1
+        return value
+
+
+def _callable(step: Step, call: ast.Call) -> ast.expr:
+    """A step as an argument of run()."""
+    if step.path:
+        return call.func
+    if step.activation:
+        return ast.Constant(step.activation)
+    return ast.Call(ast.Name(_GROUP_NORM, ast.Load()), call.args[1:], call.keywords)

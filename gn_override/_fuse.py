@@ -1,0 +1,277 @@
+"""fuse(): in a given model, a group norm and the activation that follows it become one kernel.
+
+The modules stay as they are; what changes is who calls them. A module whose forward calls a norm
+and then, on its result, an activation gets a subclass of its class, in whose forward run() does
+both. run() looks at what it is given at each call, and fuses what may be fused then: hooks and
+modules that are exchanged later are honoured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from gn_override import _activations, _forward, functional
+from gn_override.nn import GroupNorm
+
+_Class = Any  # type[nn.Module], which mypy takes for unhashable
+
+
+@dataclass(frozen=True)
+class FusedPair:
+    """A norm and the activation that follows it."""
+
+    norm: str  # qualified name of the module; of the caller, where that calls F.group_norm
+    activation: str  # qualified name of the module, or the function as it is written
+    kind: str  # "relu", "silu", "gelu" or "gelu_tanh"
+
+
+@dataclass(frozen=True)
+class SkippedNorm:
+    """A norm that is not fused."""
+
+    norm: str  # qualified name of the module
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What fuse() did. ``str()`` of it is meant for people."""
+
+    fused: tuple[FusedPair, ...]
+    skipped: tuple[SkippedNorm, ...]
+
+    def __str__(self) -> str:
+        lines = [f"fused: {len(self.fused)}"]
+        lines += [f"  {pair.norm} + {pair.activation} ({pair.kind})" for pair in self.fused]
+        lines.append(f"skipped: {len(self.skipped)}")
+        lines += [f"  {norm.norm or 'the model itself'}: {norm.reason}" for norm in self.skipped]
+        return "\n".join(lines)
+
+
+def fuse(model: nn.Module) -> Fusion:
+    """Fuse group norms with the activations that follow them, in place.
+
+    A pair is fused where the source of the forward that calls both shows that nothing but the
+    activation can see the norm's result. Norms are nn.GroupNorm and F.group_norm, activations
+    nn.ReLU, nn.SiLU, nn.GELU and their functions and methods; nn.Identity may stand between. Every
+    other norm is left as it is. Results change by rounding only.
+
+    Modules, parameters and the keys of ``state_dict`` stay as they are; the class of a module that
+    calls a pair becomes a subclass of its own. The model can be copied and pickled.
+
+    Args:
+        model: any module. What is fused already stays so.
+
+    Returns:
+        The pairs that this call fused, and the norms that are not fused, with the reasons.
+    """
+    names = dict(model.named_modules())
+    fused: list[FusedPair] = []
+    done: set[nn.Module] = set()
+    reasons: dict[nn.Module, str] = {}
+    for name, caller in names.items():
+        if not any(isinstance(child, nn.GroupNorm) for child in caller.modules()):
+            continue
+        try:
+            pairs = list(_pairs(caller))
+        except _forward.Unreadable as why:
+            reason = f"{_unfused(type(caller)).__name__}.forward {why}"
+            for norm in (caller, *caller.children()):
+                reasons.setdefault(norm, reason)
+            continue
+        for pair in pairs:
+            if pair.obstacle:
+                reasons[pair.norm] = pair.obstacle
+                continue
+            done.add(pair.norm)
+            if pair.part not in getattr(caller, "_fused_parts", ()):
+                prefix = f"{name}." if name else ""
+                norm = prefix + pair.norm_path if pair.norm_path else name
+                activation = prefix + pair.activation if pair.is_module else pair.activation
+                fused.append(FusedPair(norm, activation, pair.kind))
+        parts = frozenset(pair.part for pair in pairs if not pair.obstacle)
+        if parts:
+            caller.__class__ = _fused_class(_unfused(type(caller)), parts)
+    skipped = [
+        SkippedNorm(name, reasons.get(norm, "no activation follows it at once"))
+        for name, norm in names.items()
+        if isinstance(norm, nn.GroupNorm) and norm not in done and not _has_activation(norm)
+    ]
+    return Fusion(tuple(dict.fromkeys(fused)), tuple(skipped))
+
+
+def run(x: Tensor, *steps: Callable[[Tensor], Tensor] | str) -> Tensor:
+    """What the steps return one after another, norms fused with the activations that follow them.
+
+    Args:
+        x: what the first step takes: [N, C, *spatial] where that is a norm.
+        steps: modules and other callables; activations also by name.
+    """
+    position = 0
+    while position < len(steps):
+        step = steps[position]
+        pair = _activation_after(steps, position)
+        if pair is not None and _obstacle(steps[position : pair[0] + 1]) is None:
+            position, activation = pair
+            norm: Any = step
+            x = functional.group_norm(
+                x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation
+            )
+        else:
+            x = _activations.STOCK[step](x) if isinstance(step, str) else step(x)
+        position += 1
+    return x
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A norm and an activation in the forward of a module."""
+
+    part: _forward.Part
+    norm: nn.Module
+    norm_path: str  # from that module; empty for a call of F.group_norm
+    activation: str  # path of a module, or a function
+    is_module: bool
+    kind: str
+    obstacle: str | None
+
+
+def _pairs(caller: nn.Module) -> Iterator[_Pair]:
+    """The pairs in a module's forward, fused or not. Raises Unreadable."""
+    if "forward" in vars(caller):
+        raise _forward.Unreadable("is replaced on the instance")
+    forward = _unfused(type(caller)).forward
+    if forward is nn.Sequential.forward:
+        children = (_forward.Step(name, path=name) for name in caller._modules)
+        runs = [_forward.Run(tuple(children), branches=())]
+    else:
+        runs = _forward.read(forward).runs
+    for number, run in enumerate(runs):
+        if run.is_left_out(caller):
+            continue
+        steps = [_resolve(caller, step) for step in run.steps]
+        for first, norm in enumerate(steps):
+            pair = _activation_after(steps, first)
+            if pair is not None:
+                last, kind = pair
+                yield _Pair(
+                    part=(number, first, last),
+                    norm=norm if isinstance(norm, nn.Module) else caller,
+                    norm_path=run.steps[first].path,
+                    activation=run.steps[last].path or run.steps[last].source,
+                    is_module=bool(run.steps[last].path),
+                    kind=kind,
+                    obstacle=_obstacle(steps[first : last + 1]),
+                )
+
+
+def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
+    """A step as run() gets it; None if there is no such module."""
+    if step.activation:
+        return step.activation
+    if not step.path:
+        return _forward.GroupNormCall(num_groups=1)
+    value: Any = caller
+    for name in step.path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _activation_after(steps: Sequence[object], first: int) -> tuple[int, str] | None:
+    """Where the activation is that follows the norm `first`, and its name, if these are there."""
+    if not isinstance(steps[first], (nn.GroupNorm, _forward.GroupNormCall)):
+        return None
+    for last in range(first + 1, len(steps)):
+        step = steps[last]
+        if type(step) is not nn.Identity:
+            name = step if isinstance(step, str) else _activations.of_module(step)
+            return None if name is None else (last, name)
+    return None
+
+
+def _obstacle(steps: Sequence[object]) -> str | None:
+    """Why a norm, the activation after it, and what is between them must be called one by one."""
+    norm = steps[0]
+    if isinstance(norm, nn.Module) and not _is_plain(norm):
+        return f"{type(norm).__name__} is a GroupNorm with a forward of its own"
+    if _has_any_global_hook():
+        return "there are global hooks of modules"
+    for module in steps:
+        if not isinstance(module, nn.Module):
+            continue
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            return f"hooks on {type(module).__name__}"
+        if "forward" in module.__dict__:
+            return f"forward of {type(module).__name__} is replaced on the instance"
+    return None
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """Whether a module is nn.GroupNorm, or computes the same."""
+    kind = type(norm)
+    if kind.__module__ == "timm.layers.norm" and kind.__name__ in ("GroupNorm", "GroupNorm1"):
+        return not getattr(norm, "_fast_norm", True)  # the other kind has rules of its own
+    return kind.forward is nn.GroupNorm.forward
+
+
+def _has_activation(norm: nn.Module) -> bool:
+    return isinstance(norm, GroupNorm) and norm.activation != "identity"
+
+
+class _Fused:
+    """Mixed into the classes that fuse() makes, which are found again by what they come from."""
+
+    _fused_from: ClassVar[_Class]
+    _fused_parts: ClassVar[frozenset[_forward.Part]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        make, arguments, *rest = reduced
+        if make.__name__ != "__newobj__" or arguments != (type(self),):
+            return reduced  # the class has its own way
+        return _restore, (self._fused_from, self._fused_parts), *rest
+
+
+def _restore(kind: _Class, parts: frozenset[_forward.Part]) -> nn.Module:
+    """A module without its state, to be fused like the one that was pickled."""
+    module: nn.Module = kind.__new__(kind)
+    try:
+        module.__class__ = _fused_class(kind, parts)
+    except _forward.Unreadable:
+        pass  # the source is elsewhere
+    return module
+
+
+def _unfused(kind: _Class) -> _Class:
+    return kind._fused_from if issubclass(kind, _Fused) else kind
+
+
+@functools.cache
+def _fused_class(kind: _Class, parts: frozenset[_forward.Part]) -> _Class:
+    """The subclass whose forward hands these parts to run(). Raises Unreadable."""
+    forward: Any = _run_all
+    if kind.forward is not nn.Sequential.forward:
+        forward = _forward.read(kind.forward).joined(parts, run)
+    body = {
+        "forward": forward,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "_fused_from": kind,
+        "_fused_parts": parts,
+    }
+    return type(kind)(f"Fused{kind.__name__}", (_Fused, kind), body)
+
+
+def _run_all(self: nn.Sequential, input: Tensor) -> Tensor:
+    return run(input, *self)

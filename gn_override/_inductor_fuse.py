@@ -1,0 +1,123 @@
+"""Inductor: a norm and the activation after it become one call of ours.
+
+This happens before gradients are traced, on what Dynamo recorded, where an activation is still one
+node. The fused operator brings its own backward, so training needs no pattern of its own. Calls
+that our kernels do not take stay what they are, and so does what AOTInductor compiles.
+
+This module loads Inductor's base class of passes; it is imported where Inductor is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.virtualized import V
+from torch.fx import Graph, Node
+
+from gn_override import _activations, _meta
+
+_Pass = Callable[[Graph], None]
+
+_NORMS = (F.group_norm, torch.group_norm)
+
+
+class FuseActivations(CustomGraphPass):
+    """The pass, after those that a program has set itself.
+
+    Args:
+        before: config.pre_grad_custom_pass as it was.
+        active: whether there is anything to do now.
+    """
+
+    def __init__(self, before: Any, active: Callable[[], bool]) -> None:
+        self.before = before
+        self.active = active
+
+    def __call__(self, graph: Graph) -> None:
+        for custom_pass in self._passes():
+            custom_pass(graph)
+        if self.active() and not V.aot_compilation:
+            _fuse(graph)
+
+    def uuid(self) -> Any:
+        """Of all passes together; None where one of them has none, so that nothing is cached."""
+        ours = get_hash_for_files((__file__, _activations.__file__))
+        others = [getattr(custom_pass, "uuid", lambda: None)() for custom_pass in self._passes()]
+        return None if None in others else (ours, *others)
+
+    def _passes(self) -> Sequence[_Pass]:
+        if self.before is None:
+            return ()
+        return self.before if isinstance(self.before, (list, tuple)) else (self.before,)
+
+
+def _fuse(graph: Graph) -> None:
+    for norm in list(graph.nodes):
+        if norm.op != "call_function" or norm.target not in _NORMS or len(norm.users) != 1:
+            continue
+        (activation,) = norm.users
+        name = _name(norm, activation)
+        arguments = _arguments(*norm.args, **norm.kwargs)
+        if name is None or not _taken(*arguments) or not _together(norm, activation):
+            continue
+        with graph.inserting_before(norm):
+            op = torch.ops.gn_override.group_norm_act.default
+            fused = graph.call_function(op, (*arguments, name))
+            output = graph.call_function(operator.getitem, (fused, 0))
+        output.meta = activation.meta.copy()
+        activation.replace_all_uses_with(output)
+        graph.erase_node(activation)
+        graph.erase_node(norm)
+
+
+def _arguments(
+    input: Any,
+    num_groups: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: Any = 1e-5,
+    cudnn_enabled: Any = None,
+) -> tuple[Any, ...]:
+    """The arguments of F.group_norm and torch.group_norm, without what has no effect."""
+    return input, num_groups, weight, bias, eps
+
+
+def _name(norm: Node, activation: Node) -> str | None:
+    """What a node computes of the norm's result, if it is an activation."""
+    if activation.op not in ("call_function", "call_method") or activation.args[:1] != (norm,):
+        return None
+    return _activations.of_call(activation.target, *activation.args[1:], **activation.kwargs)
+
+
+def _taken(input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> bool:
+    """Whether our kernels take the norm."""
+    X, gamma, beta = (_value(argument) for argument in (input, weight, bias))
+    known = isinstance(X, Tensor) and isinstance(num_groups, int) and isinstance(eps, float)
+    for argument, value in ((weight, gamma), (bias, beta)):
+        known = known and (argument is None or isinstance(value, Tensor))
+    if not known:
+        return False
+    sizes = X.shape[0], X.shape[1], math.prod(X.shape[2:]), num_groups
+    return _meta.takes_forward(X, gamma, beta, *sizes, eps)
+
+
+def _together(norm: Node, activation: Node) -> bool:
+    """Whether only values are computed between two nodes: no change of autocast or grad mode."""
+    node = norm.next
+    while node is not activation:
+        if node.op.startswith("call") and _value(node) is None:
+            return False
+        node = node.next
+    return True
+
+
+def _value(argument: Any) -> Any:
+    """What Dynamo recorded for a node: a fake tensor, a size, ..."""
+    return argument.meta.get("example_value") if isinstance(argument, Node) else None

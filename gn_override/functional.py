@@ -1,0 +1,56 @@
+"""Group normalisation with an activation, as functions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gn_override import _activations
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+) -> Tensor:
+    """``activation(F.group_norm(input, num_groups, weight, bias, eps))``, as one kernel.
+
+    The norm is not rounded before the activation, and backward computes it again from the input:
+    nothing is saved but the input, mean, rstd, weight and bias. An NCHW input goes to PyTorch's own
+    norm and activation, and so does every input while the override is off, and what
+    ``torch.export`` traces: the program runs without this package.
+
+    Args:
+        input: [N, C, *spatial], any dtype that F.group_norm takes.
+        num_groups: divides C.
+        weight, bias: [C], in input's dtype; float32 too with a half-precision input.
+        eps: added to the variance.
+        activation: "identity", "relu", "silu", "gelu" (with erf) or "gelu_tanh".
+
+    Returns:
+        [N, C, *spatial], with F.group_norm's dtype and input's layout.
+
+    Raises:
+        ValueError: unknown activation; the message lists the valid ones.
+        What F.group_norm raises for the other arguments.
+    """
+    _activations.check(activation)
+    if (
+        activation == "identity"
+        or input.is_contiguous()
+        or torch.compiler.is_exporting()
+        or not (torch.compiler.is_compiling() or torch.ops.gn_override.is_enabled())
+        # What F.group_norm refuses before it calls an operator is among these.
+        or input.dim() < 2
+        or num_groups <= 0
+        or input.numel() < 2 * num_groups
+    ):
+        return _activations.STOCK[activation](F.group_norm(input, num_groups, weight, bias, eps))
+    output: Tensor = torch.ops.gn_override.group_norm_act(
+        input, num_groups, weight, bias, eps, activation
+    )[0]
+    return output

@@ -1,0 +1,797 @@
+"""Fused activations: functional.group_norm, nn.GroupNorm, and fuse() on whole modules."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import calls, floor, is_channels_last, lay_out, override_off
+from torch import Tensor, nn
+
+import gn_override
+from gn_override import FusedPair, SkippedNorm
+
+FORWARD = "group_norm_act"
+BACKWARD = "group_norm_act_backward"
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+FUSED = [name for name in ACTIVATIONS if name != "identity"]
+MODULES: dict[str, nn.Module] = {
+    "relu": nn.ReLU(),
+    "relu in place": nn.ReLU(inplace=True),
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+}
+NO_ACTIVATION = "no activation follows it at once"
+
+
+def image(device: str = "cpu", layout: str = "channels_last", C: int = 8) -> Tensor:
+    return lay_out(torch.randn(2, C, 6, 5, device=device), layout)
+
+
+def gradients(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The output, and the gradients of all tensors and of a module's parameters."""
+    tensors = tuple(tensor.detach().requires_grad_() for tensor in tensors)
+    Y = function(*tensors)
+    weights = list(function.parameters()) if isinstance(function, nn.Module) else []
+    return Y.detach(), *torch.autograd.grad(Y.cos().sum(), [*tensors, *weights])
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """Affine parameters that are not ones and zeros."""
+    for child in module.modules():
+        if isinstance(child, nn.GroupNorm) and child.affine:
+            nn.init.normal_(child.weight)
+            nn.init.normal_(child.bias)
+    return module
+
+
+def check_fused(
+    model: nn.Module, *inputs: Tensor, pairs: int, calls_made: int
+) -> gn_override.Fusion:
+    """fuse() finds so many pairs, and results and gradients stay what they were."""
+    device = inputs[0].device.type
+    expected = gradients(model, *inputs)
+    keys = list(model.state_dict())
+    fusion = gn_override.fuse(model)
+    assert len(fusion.fused) == pairs, str(fusion)
+    assert list(model.state_dict()) == keys
+    torch.ops.gn_override.reset_counters()
+    actual = gradients(model, *inputs)
+    assert calls(FORWARD, device) == calls(BACKWARD, device) == (calls_made, 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    return fusion
+
+
+def check_left(model: nn.Module, *inputs: Tensor) -> tuple[SkippedNorm, ...]:
+    """fuse() changes nothing; why."""
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    expected = gradients(model, *inputs)
+    fusion = gn_override.fuse(model)
+    assert fusion.fused == (), str(fusion)
+    assert kinds == {name: type(module) for name, module in model.named_modules()}
+    torch.ops.gn_override.reset_counters()
+    assert all(map(torch.equal, gradients(model, *inputs), expected))
+    assert calls(FORWARD, "cpu") == (0, 0)
+    return fusion.skipped
+
+
+# --- functional and module --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_functional(device: str, activation: str, dtype: torch.dtype) -> None:
+    """Output and gradients are those of stock's norm and activation in float64."""
+    X = image(device).to(dtype)
+    gamma, beta = torch.randn(2, 8, device=device).to(dtype).unbind()
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return gn_override.functional.group_norm(x, 4, weight, bias, 1e-3, activation)
+
+    def stock(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return ACTIVATIONS[activation](F.group_norm(x, 4, weight, bias, 1e-3))
+
+    torch.ops.gn_override.reset_counters()
+    actual = gradients(ours, X, gamma, beta)
+    if activation != "identity":
+        assert calls(FORWARD, device) == calls(BACKWARD, device) == (1, 0)
+    assert is_channels_last(actual[0]) and is_channels_last(actual[1])
+    with override_off():
+        expected = gradients(stock, X.double(), gamma.double(), beta.double())
+    for mine, exact in zip(actual, expected, strict=True):
+        assert mine.dtype == dtype
+        # A few units in the last place of the largest value.
+        torch.testing.assert_close(
+            mine.double(), exact, rtol=0, atol=4 * floor(float(exact.abs().max()), dtype)
+        )
+
+
+@pytest.mark.parametrize("activation", FUSED)
+def test_functional_nchw(device: str, activation: str) -> None:
+    """Stock's own results, and its layout."""
+    X = image(device, "nchw")
+    expected = gradients(lambda x: ACTIVATIONS[activation](F.group_norm(x, 4)), X)
+    actual = gradients(lambda x: gn_override.functional.group_norm(x, 4, activation=activation), X)
+    assert all(map(torch.equal, actual, expected))
+    assert actual[0].is_contiguous()
+    assert calls(FORWARD, device) == (0, 0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_module(activation: str, affine: bool) -> None:
+    """A drop-in for nn.GroupNorm, in both directions."""
+    stock = randomised(nn.GroupNorm(4, 8, 1e-3, affine))
+    ours = gn_override.nn.GroupNorm(4, 8, 1e-3, affine, activation=activation)
+    assert ours.state_dict().keys() == stock.state_dict().keys()
+    ours.load_state_dict(stock.state_dict())
+    stock.load_state_dict(ours.state_dict())
+    X = image()
+    expected = gradients(nn.Sequential(stock, Activation(activation)), X)
+    torch.testing.assert_close(gradients(ours, X), expected, rtol=1e-5, atol=1e-5)
+    assert isinstance(ours, nn.GroupNorm)
+    assert repr(ours) == repr(stock)[:-1] + f", activation={activation})"
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert again.activation == activation
+        assert torch.equal(again(X), ours(X))
+
+
+class Activation(nn.Module):
+    """An activation by name, of a class that fuse() does not know."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ACTIVATIONS[self.name](x)
+
+
+def test_module_takes_what_stocks_takes() -> None:
+    module = gn_override.nn.GroupNorm(2, 4, dtype=torch.float64, device="meta")
+    assert module.weight.dtype == torch.float64 and module.weight.is_meta
+    try:
+        expected = nn.GroupNorm(2, 4, bias=False)
+    except TypeError:
+        with pytest.raises(TypeError):
+            gn_override.nn.GroupNorm(2, 4, bias=False)
+    else:
+        assert expected.bias is None
+        assert gn_override.nn.GroupNorm(2, 4, bias=False).bias is None
+    with pytest.raises(ValueError, match="divisible"):
+        gn_override.nn.GroupNorm(3, 4)
+
+
+def test_unknown_activation() -> None:
+    valid = "identity, relu, silu, gelu, gelu_tanh"
+    with pytest.raises(ValueError, match=f"'swish'.*{valid}"):
+        gn_override.functional.group_norm(image(), 4, activation="swish")
+    with pytest.raises(ValueError, match=f"'mish'.*{valid}"):
+        gn_override.nn.GroupNorm(4, 8, activation="mish")
+
+
+@pytest.mark.parametrize(
+    "shape, groups, width",
+    [
+        ((8,), 4, 8),
+        ((2, 8, 6, 5), 0, 8),
+        ((2, 8, 6, 5), -1, 8),
+        ((2, 8, 6, 5), 3, 8),
+        ((2, 8, 6, 5), 4, 7),
+        ((1, 4, 1, 1), 4, 4),
+        ((1, 5, 1, 1), 3, 5),
+    ],
+)
+def test_bad_input(shape: tuple[int, ...], groups: int, width: int) -> None:
+    """Stock's own errors."""
+    X = torch.randn(shape)
+    if len(shape) > 2:
+        X = lay_out(X, "channels_last")
+    with pytest.raises(Exception) as expected, override_off():
+        F.group_norm(X, groups, torch.ones(width))
+    with pytest.raises(type(expected.value)) as actual:
+        gn_override.functional.group_norm(X, groups, torch.ones(width), activation="silu")
+    assert str(actual.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_small_inputs(batch: int) -> None:
+    X = lay_out(torch.randn(batch, 8, 2, 1), "channels_last")
+    actual = gn_override.functional.group_norm(X, 4, activation="relu")
+    torch.testing.assert_close(actual, F.relu(F.group_norm(X, 4)))
+
+
+def test_autocast_as_stock(device: str) -> None:
+    """The dtype that stock's norm and activation return."""
+    X, norm = image(device).bfloat16(), nn.GroupNorm(4, 8).to(device)
+    ours = gn_override.nn.GroupNorm(4, 8, activation="silu").to(device)
+    with torch.autocast(device, torch.bfloat16):
+        for x in (X, X.float()):
+            expected = F.silu(norm(x))
+            torch.testing.assert_close(ours(x), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_exported_without_our_operators() -> None:
+    module, X = gn_override.nn.GroupNorm(4, 8, activation="silu"), image()
+    fused = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU())
+    gn_override.fuse(fused)
+    for exported in (module, fused):
+        program = torch.export.export(exported, (X,))
+        assert "gn_override" not in str(program.graph)
+        torch.testing.assert_close(program.module()(X), exported(X))
+
+
+# --- what is fused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", MODULES)
+def test_sequential(device: str, activation: str) -> None:
+    act = copy.deepcopy(MODULES[activation])
+    # The activation is shared, and the second pair has something without effect in between.
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 1, bias=False),
+        nn.GroupNorm(4, 8),
+        act,
+        nn.GroupNorm(2, 8, affine=False),
+        nn.Identity(),
+        act,
+        nn.GroupNorm(8, 8),
+    )
+    model = randomised(model).to(device, memory_format=torch.channels_last)
+    children = list(model)
+    fusion = check_fused(model, image(device), pairs=2, calls_made=2)
+    kind = activation.split()[0]
+    assert fusion.fused == (FusedPair("1", "2", kind), FusedPair("3", "5", kind))
+    assert fusion.skipped == (SkippedNorm("6", NO_ACTIVATION),)
+    assert isinstance(model, nn.Sequential)
+    assert all(map(lambda a, b: a is b, model, children))
+
+
+class Functions(nn.Module):
+    """Every way to write an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 8)
+        self.block = nn.ModuleDict({"norm": nn.GroupNorm(2, 8, affine=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(x))
+        x = F.relu(self.norm(x), inplace=True)
+        x = F.relu_(self.norm(x))
+        x = torch.relu(self.norm(x))
+        x = torch.relu_(self.norm(x))
+        x = self.norm(x).relu()
+        x = self.norm(x).relu_()
+        x = torch.nn.functional.silu(self.norm(x), True)
+        x = F.gelu(self.norm(x))
+        x = F.gelu(self.norm(x), approximate="tanh")
+        y = F.group_norm(x, 4, self.norm.weight, bias=self.norm.bias, eps=1e-3)
+        return F.silu(y)
+
+
+def test_functions() -> None:
+    fusion = check_fused(randomised(Functions()), image(), pairs=10, calls_made=11)
+    assert FusedPair("norm", "F.gelu", "gelu_tanh") in fusion.fused
+    assert FusedPair("", "F.silu", "silu") in fusion.fused
+    assert "norm + F.relu (relu)" in str(fusion)
+
+
+class Branches(nn.Module):
+    """One activation for all; what runs hangs on attributes, arguments and values."""
+
+    def __init__(self, mode: str = "default") -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = (nn.GroupNorm(4, 8) for _ in range(3))
+        self.act, self.drop, self.conv = nn.SiLU(), nn.Identity(), nn.Conv2d(8, 8, 1)
+        self.mode = mode
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, *, times: int = 1) -> Tensor:
+        """As ResNet blocks of diffusion models do.
+
+        This line is indented.
+        """
+        h = self.norm1(x)
+        h = self.act(h)
+        if shift is not None:
+            shift = self.act(shift)[:, :, None, None]
+        if self.mode == "default":
+            if shift is not None:
+                h = h + shift
+            h = self.norm2(h)
+        elif self.mode == "scaled":
+            h = self.norm2(h)
+            h = h * 2
+        else:
+            h = self.norm2(h)
+        h = self.act(h)
+        h = self.drop(h)
+        for _ in range(times):
+            if h.sum() > 0:
+                y = self.conv(h)
+                h = self.norm3(y)
+                h = self.drop(h)
+                h = self.act(h)
+            else:
+                h = -self.norm3(h)
+        return h
+
+
+@pytest.mark.parametrize("mode", ["default", "scaled", "other"])
+def test_branches(mode: str) -> None:
+    """Every path keeps its results, also the ones that are taken by another call."""
+    model = randomised(Branches(mode))
+    stock = copy.deepcopy(model)
+    fusion = gn_override.fuse(model)
+    names = [pair.norm for pair in fusion.fused]
+    assert names == (["norm1", "norm3"] if mode == "scaled" else ["norm1", "norm2", "norm3"])
+    assert [norm.norm for norm in fusion.skipped] == (["norm2"] if mode == "scaled" else [])
+    for x in (image(), -image().abs(), image().abs()):
+        for shift in (None, torch.randn(2, 8)):
+            for now in (mode, "default", "scaled", "other"):
+                model.mode = stock.mode = now
+                actual = model(x, shift, times=3)
+                torch.testing.assert_close(actual, stock(x, shift, times=3), rtol=1e-4, atol=1e-4)
+
+
+def test_traceback() -> None:
+    """A fused forward has the lines of its source."""
+    model = Branches()
+    gn_override.fuse(model)
+    with pytest.raises(RuntimeError) as error:
+        model(image(), torch.randn(3, 8))
+    line = next(entry for entry in error.traceback if entry.name == "forward").statement
+    assert str(line).strip() == "h = h + shift"
+    assert str(inspect.signature(model.forward)) == str(inspect.signature(Branches().forward))
+
+
+def test_two_variables() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.GroupNorm(4, 8), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed = self.norm(x)
+            active = F.relu(normed)
+            return x + self.conv(active)
+
+    check_fused(Net(), image(), pairs=1, calls_made=1)
+
+
+class NormAct(nn.GroupNorm):
+    """A norm with its activation, as timm has it."""
+
+    def __init__(self, fast: bool = False) -> None:
+        super().__init__(4, 8)
+        self.drop, self.act, self.fast = nn.Identity(), nn.ReLU(inplace=True), fast
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fast:
+            x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps) * 1.0
+        else:
+            x = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        x = self.drop(x)
+        x = self.act(x)
+        return x
+
+
+def test_norm_with_an_activation_of_its_own() -> None:
+    fusion = check_fused(nn.Sequential(NormAct()), image(), pairs=1, calls_made=1)
+    assert fusion.fused == (FusedPair("0", "0.act", "relu"),)
+    check_left(nn.Sequential(NormAct(fast=True)), image())
+
+
+def test_inherited_forward() -> None:
+    class Child(Functions):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return F.relu(self.block["norm"](y)) + F.relu(self.norm(y))
+
+    check_fused(randomised(Child()), image(), pairs=1, calls_made=1)
+
+
+# --- what is left, and why --------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """A module that calls its norm and its activation in the way that a test gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act, self.drop = nn.GroupNorm(4, 8), nn.ReLU(), nn.Dropout(0.0)
+
+
+class SeenTwice(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        active = self.act(normed)
+        return active + normed
+
+
+class SeenByAHandler(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        try:
+            h = self.norm(h)
+            h = self.act(h)
+        except ValueError:
+            return h
+        return h
+
+
+class Apart(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.norm(x))
+        return self.act(h)
+
+
+class OtherContext(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.norm(x)
+        return self.act(h)
+
+
+class OtherFunction(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(torch.tanh(self.norm(x)))
+
+
+class Shadowed(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        F = torch.special
+        return F.expit(self.norm(x))
+
+
+class Decorated(Calls):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x))
+
+
+class Private(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.__act(self.norm(x))
+
+    def __act(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+def closure() -> nn.Module:
+    factor = torch.tensor(2.0)
+
+    class Closure(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x)) * factor
+
+    return Closure()
+
+
+def without_source() -> nn.Module:
+    names: dict[str, Any] = {"Calls": Calls}
+    exec(
+        "class NoSource(Calls):\n"
+        "    def forward(self, x):\n"
+        "        return self.act(self.norm(x))\n",
+        names,
+    )
+    module: nn.Module = names["NoSource"]()
+    return module
+
+
+@pytest.mark.parametrize(
+    "build, reason",
+    [
+        (SeenTwice, NO_ACTIVATION),
+        (SeenByAHandler, NO_ACTIVATION),
+        (Apart, NO_ACTIVATION),
+        (OtherContext, NO_ACTIVATION),
+        (OtherFunction, NO_ACTIVATION),
+        (Shadowed, NO_ACTIVATION),
+        (Private, "Private.forward is not what its source says"),
+        (closure, "Closure.forward is a closure"),
+        (without_source, "NoSource.forward has no source that can be read"),
+    ],
+)
+def test_left(build: Callable[[], nn.Module], reason: str) -> None:
+    assert check_left(build(), image()) == (SkippedNorm("norm", reason),)
+
+
+def test_decorated() -> None:
+    fusion = gn_override.fuse(Decorated())
+    assert fusion.skipped == (
+        SkippedNorm("norm", "Decorated.forward is decorated, or no plain function"),
+    )
+
+
+def test_replaced_forward() -> None:
+    model = nn.Sequential(nn.GroupNorm(4, 8), nn.ReLU())
+    model.forward = model[0].forward
+    (skipped,) = check_left(model, image())
+    assert skipped.reason == "Sequential.forward is replaced on the instance"
+
+
+class Doubled(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_subclass() -> None:
+    (skipped,) = check_left(nn.Sequential(Doubled(4, 8), nn.ReLU()), image())
+    assert skipped == SkippedNorm("0", "Doubled is a GroupNorm with a forward of its own")
+
+
+def test_parametrized_norm() -> None:
+    """Its weight is computed at each call."""
+
+    class Positive(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.exp()
+
+    norm = randomised(nn.GroupNorm(4, 8))
+    nn.utils.parametrize.register_parametrization(norm, "weight", Positive())
+    check_fused(nn.Sequential(norm, nn.ReLU()), image(), pairs=1, calls_made=1)
+
+
+HOOKS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["norm", "between", "activation"])
+def test_hooks(hook: str, which: int) -> None:
+    """Hooks run, whether they are there before fuse() or come after it."""
+    seen = []
+
+    def note(module: nn.Module, *args: Any) -> None:
+        seen.append(module)
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.GroupNorm(4, 8), nn.Identity(), nn.SiLU())
+
+    model = build()
+    handle = getattr(model[which], f"register_{hook}")(note)
+    (skipped,) = check_left(model, image())
+    assert skipped.reason == f"hooks on {type(model[which]).__name__}"
+    handle.remove()
+    check_fused(model, image(), pairs=1, calls_made=1)
+    getattr(model[which], f"register_{hook}")(note)
+    seen.clear()
+    torch.ops.gn_override.reset_counters()
+    gradients(model, image())
+    assert seen == [model[which]]
+    assert calls(FORWARD, "cpu") == (0, 0)
+
+
+def test_global_hooks() -> None:
+    model = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU())
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: seen.append(type(module))
+    )
+    try:
+        (skipped,) = check_left(model, image())
+        assert nn.GroupNorm in seen
+    finally:
+        handle.remove()
+    assert skipped.reason == "there are global hooks of modules"
+
+
+# --- what a fused model is --------------------------------------------------------------------
+
+
+def fused() -> nn.Sequential:
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), Branches(), nn.GroupNorm(4, 8), nn.ReLU())
+    randomised(model)
+    gn_override.fuse(model)
+    return model
+
+
+def takes(model: nn.Module) -> int:
+    """How many calls of fused kernels a forward makes."""
+    torch.ops.gn_override.reset_counters()
+    model(image())
+    return calls(FORWARD, "cpu")[0]
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), through_torch_save],
+    ids=["copy", "deepcopy", "pickle", "torch.save"],
+)
+def test_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, X = fused(), image()
+    again = copied(model)
+    assert type(again) is type(model) and type(again[1]) is type(model[1])
+    assert torch.equal(again(X), model(X))
+    assert takes(again) == takes(model) == 4
+
+
+def test_again() -> None:
+    model = fused()
+    kinds = [type(module) for module in model.modules()]
+    fusion = gn_override.fuse(model)
+    assert fusion == gn_override.Fusion(fused=(), skipped=())
+    assert str(fusion) == "fused: 0\nskipped: 0"
+    assert kinds == [type(module) for module in model.modules()]
+    model.append(nn.GroupNorm(4, 8)).append(nn.GELU())
+    assert gn_override.fuse(model).fused == (FusedPair("4", "5", "gelu"),)
+
+
+def test_exchanged_modules() -> None:
+    """What is put in later is what runs."""
+    model, X = fused(), image()
+    model[3] = nn.Tanh()
+    model[1].norm1 = nn.BatchNorm2d(8)
+    assert takes(model) == 2
+    h = model[2](model[1](model[0](X)))
+    torch.testing.assert_close(model(X), torch.tanh(h))
+
+
+def test_switch() -> None:
+    """Off, a fused model gives what it gave before, bit for bit."""
+    model, X = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU()).bfloat16(), image().bfloat16()
+    with gn_override.disabled():
+        expected = gradients(model, X)
+    gn_override.fuse(model)
+    with gn_override.disabled():
+        assert all(map(torch.equal, gradients(model, X), expected))
+    assert calls(FORWARD, "cpu") == (0, 0)
+    assert not torch.equal(model(X), expected[0])  # it is rounded once
+
+
+def test_train_and_eval() -> None:
+    model = nn.Sequential(nn.GroupNorm(4, 8), nn.ReLU(), nn.Dropout(0.5))
+    gn_override.fuse(model)
+    X = image()
+    assert torch.equal(model.eval()(X), F.relu(F.group_norm(X, 4)))
+    assert (model.train()(X) == 0).float().mean() > 0.6
+
+
+def test_compiled() -> None:
+    model, X = fused(), image()
+    graph = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported):  # Branches decides by a value
+        graph(X)
+    model = nn.Sequential(nn.GroupNorm(4, 8), nn.ReLU(), NormAct())
+    gn_override.fuse(model)
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="eager")(X), model(X))
+
+
+# --- models of other packages -----------------------------------------------------------------
+
+
+def resnet_block(**options: Any) -> nn.Module:
+    resnet = pytest.importorskip("diffusers.models.resnet")
+    block: nn.Module = resnet.ResnetBlock2D(
+        in_channels=32, groups=8, **{"temb_channels": 16, **options}
+    )
+    return randomised(block).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "options, pairs",
+    [
+        ({}, 2),
+        ({"temb_channels": None}, 2),
+        ({"time_embedding_norm": "scale_shift"}, 1),
+        ({"skip_time_act": True}, 2),
+        ({"up": True}, 2),
+        ({"down": True}, 2),
+        ({"non_linearity": "gelu", "out_channels": 64}, 2),
+        ({"non_linearity": "mish"}, 0),
+    ],
+    ids=str,
+)
+def test_diffusers_block(options: dict[str, Any], pairs: int) -> None:
+    block = resnet_block(**options)
+    X = image(C=32)
+    shift = () if block.time_emb_proj is None else (torch.randn(2, 16),)
+    call = Embedded(block) if not shift else block
+    if pairs:
+        check_fused(call, X, *shift, pairs=pairs, calls_made=pairs)
+    else:
+        check_left(call, X, *shift)
+
+
+class Embedded(nn.Module):
+    """A block without a time embedding."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, None)
+
+
+def test_diffusers_unet() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        norm_num_groups=8,
+    )
+    model = randomised(model).to(memory_format=torch.channels_last).eval()
+    X = lay_out(torch.randn(2, 4, 16, 16), "channels_last")
+    inputs = (X, torch.tensor(7), torch.randn(2, 5, 16))
+    with torch.no_grad():
+        expected = model(*inputs).sample
+        fusion = gn_override.fuse(model)
+        blocks = sum(type(m).__mro__[2].__name__ == "ResnetBlock2D" for m in model.modules())
+        assert len(fusion.fused) >= 2 * blocks > 0, str(fusion)
+        torch.ops.gn_override.reset_counters()
+        actual = model(*inputs).sample
+    assert calls(FORWARD, "cpu") == (len(fusion.fused), 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_diffusers_vae() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.AutoencoderKL(
+        block_out_channels=(32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=8,
+    )
+    model = randomised(model).to(memory_format=torch.channels_last).eval()
+    X = lay_out(torch.randn(1, 4, 8, 8), "channels_last")
+    with torch.no_grad():
+        expected = model.decode(X).sample
+        fusion = gn_override.fuse(model)
+        # Left are the norms of the attention in the middle, which no activation follows.
+        assert all("attentions" in norm.norm for norm in fusion.skipped), str(fusion)
+        actual = model.decode(X).sample
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["GroupNormAct", "GroupNorm1Act"])
+def test_timm_norm(name: str) -> None:
+    layers = pytest.importorskip("timm.layers")
+    norm = getattr(layers, name)(64)
+    fusion = check_fused(nn.Sequential(norm), image(C=64), pairs=1, calls_made=1)
+    assert fusion.fused == (FusedPair("0", "0.act", "relu"),)
+    check_left(nn.Sequential(getattr(layers, name)(64, apply_act=False)), image(C=64))
+
+
+def test_timm_resnet() -> None:
+    """Every norm but the last one of a block and of its shortcut has its activation."""
+    timm = pytest.importorskip("timm")
+    model = randomised(timm.create_model("resnet50_gn", num_classes=3)).eval()
+    model = model.to(memory_format=torch.channels_last)
+    X = lay_out(torch.randn(2, 3, 64, 64), "channels_last")
+    with torch.no_grad():
+        expected = model(X)
+        fusion = gn_override.fuse(model)
+        assert len(fusion.fused) == 2 * 16, str(fusion)
+        torch.ops.gn_override.reset_counters()
+        actual = model(X)
+    assert calls(FORWARD, "cpu") == (32, 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
