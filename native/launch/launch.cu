@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <array>
+
 #include "native/kernels/reduce.cuh"
 #include "native/launch/resident.h"
 #include "native/launch/two_pass.h"
@@ -30,28 +32,9 @@ cudaError_t with_dtype(const Problem& problem, F f) {
 // Takes a multiprocessor's shared memory and nothing else.
 __global__ void occupy() {}
 
-} // namespace
-
-cudaError_t count_clusters(std::array<int, 5>& clusters) {
-  clusters = {};
-  int device = 0;
-  int multiprocessors = 0;
-  int capability = 0;
-  int shared_bytes = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto get = [&](int& value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&value, attribute, device);
-    }
-  };
-  get(multiprocessors, cudaDevAttrMultiProcessorCount);
-  get(capability, cudaDevAttrComputeCapabilityMajor);
-  get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  clusters[0] = multiprocessors;
-  if (error != cudaSuccess || capability < 9) {
-    return error;
-  }
-  error = cudaFuncSetAttribute(
+// Device::clusters of more than one block.
+cudaError_t count_clusters(int shared_bytes, std::array<int, 5>& clusters) {
+  cudaError_t error = cudaFuncSetAttribute(
       occupy, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(
@@ -74,6 +57,37 @@ cudaError_t count_clusters(std::array<int, 5>& clusters) {
       clusters[i] = 0; // larger than the device supports
       cudaGetLastError();
       break;
+    }
+  }
+  return error;
+}
+
+} // namespace
+
+cudaError_t describe_device(Device& device) {
+  int index = 0;
+  int major_capability = 0;
+  int minor_capability = 0;
+  int shared_bytes = 0;
+  int l2_bytes = 0;
+  cudaError_t error = cudaGetDevice(&index);
+  const auto get = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&value, attribute, index);
+    }
+  };
+  get(device.sm_count, cudaDevAttrMultiProcessorCount);
+  get(major_capability, cudaDevAttrComputeCapabilityMajor);
+  get(minor_capability, cudaDevAttrComputeCapabilityMinor);
+  get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(l2_bytes, cudaDevAttrL2CacheSize);
+  if (error == cudaSuccess) {
+    device.compute_capability = 10 * major_capability + minor_capability;
+    device.shared_memory_per_block = shared_bytes;
+    device.l2_bytes = l2_bytes;
+    device.clusters = {device.sm_count};
+    if (major_capability >= 9) {
+      error = count_clusters(shared_bytes, device.clusters);
     }
   }
   return error;
