@@ -35,17 +35,19 @@ class Rendered:
 
 
 def recognise(upstream: Upstream, read: Read) -> str:
-    """The first base whose signs the tree shows. Raises StagingError if there is none."""
+    """The first base whose signs the tree shows. Raises StagingError if there is none, with what
+    each base misses."""
+    missed = []
     for base, signs in upstream.bases.items():
-        if all(
-            (text := read(sign.file)) is not None and (sign.text in text) == sign.contained
-            for sign in signs
-        ):
+        for sign in signs:
+            text = read(sign.file)
+            if text is None or (sign.text in text) != sign.contained:
+                wanted = "contain" if sign.contained else "lack"
+                missed.append(f"\n  {base}: {sign.file} does not {wanted} {sign.text!r}")
+                break
+        else:
             return base
-    looked_at = sorted({sign.file for signs in upstream.bases.values() for sign in signs})
-    raise StagingError(
-        f"no known base by {', '.join(looked_at)}\n  known: {', '.join(upstream.bases)}"
-    )
+    raise StagingError("the checkout is none of the known bases" + "".join(missed))
 
 
 def render(upstream: Upstream, base: str, read: Read) -> list[Rendered]:
@@ -83,14 +85,19 @@ def commits(upstream: Upstream, base: str) -> list[Commit]:
 
 def skeleton(upstream: Upstream, base: str) -> dict[str, str]:
     """The least tree that the base's edits fit: of each file its signs and anchors, no more."""
-    parts: dict[str, list[str]] = {}
+    before = {sign.file: "" for sign in upstream.bases[base]}
     for sign in upstream.bases[base]:
-        if sign.contained:
-            parts.setdefault(sign.file, []).append(sign.text)
+        before[sign.file] += f"{sign.text}\n" if sign.contained else ""
+    after = dict(before)
     for commit in commits(upstream, base):
         for edit in commit.edits:
-            parts.setdefault(edit.file, []).append(edit.anchor + edit.until)
-    return {file: "\n".join([*texts, ""]) for file, texts in parts.items()}
+            text = after.setdefault(edit.file, "")
+            if edit.anchor not in text:  # else what an earlier edit left
+                part = f"{edit.anchor}{edit.until}\n"
+                before[edit.file] = before.get(edit.file, "") + part
+                text += part
+            after[edit.file] = _edited(text, edit, edit.file)
+    return before
 
 
 def _edited(text: str, edit: Edit, where: str) -> str:

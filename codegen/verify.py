@@ -35,8 +35,8 @@ def verify(commits: Sequence[Rendered], read: Read) -> list[str]:
     """Checks the tree with the commits on top, and returns what could not be checked here.
 
     Raises StagingError where the operator definitions do not parse or have other signatures than
-    the kernels, a launch is not followed by a check, a new C++ file is not as clang-format leaves
-    it, or a Python file that was valid is not any more.
+    the kernels, or a launch is not followed by a check; where a C++ file is not as clang-format
+    leaves it, or a Python file does not parse, that did before or is new.
     """
     staged = {path: text for commit in commits for path, text in commit.files.items()}
     definitions = []
@@ -47,11 +47,10 @@ def verify(commits: Sequence[Rendered], read: Read) -> list[str]:
         definitions.append(text)
     _check_definitions(*definitions)
     for path, text in staged.items():
-        before = read(path)
-        if path.endswith(".py") and _is_python(before) and not _is_python(text):
+        if path.endswith(".py") and _is_python(read(path) or "") and not _is_python(text):
             raise StagingError(f"{path}: is not valid Python any more")
     notes = _check_launches({p: t for p, t in staged.items() if p.endswith(CPP)})
-    notes += _check_format({p: t for p, t in staged.items() if p.endswith(CPP) and not read(p)})
+    notes += _check_format({p: (read(p), t) for p, t in staged.items() if p.endswith(CPP)})
     return notes
 
 
@@ -123,12 +122,12 @@ def _check_definitions(native_functions: str, tags: str, derivatives: str) -> No
             ) from error
 
 
-def _is_python(text: str | None) -> bool:
+def _is_python(text: str) -> bool:
     try:
-        ast.parse(text or "")
+        ast.parse(text)
     except SyntaxError:
         return False
-    return text is not None
+    return True
 
 
 def _check_launches(files: dict[str, str]) -> list[str]:
@@ -144,12 +143,17 @@ def _check_launches(files: dict[str, str]) -> list[str]:
     return []
 
 
-def _check_format(files: dict[str, str]) -> list[str]:
+def _check_format(files: dict[str, tuple[str | None, str]]) -> list[str]:
+    """Takes texts before and after."""
     clang_format = tool("clang-format")
     if clang_format is None:
         return ["format: clang-format is not installed"]
-    for path, text in files.items():
-        if _formatted(clang_format, path, text) != text:
+
+    def is_formatted(path: str, text: str) -> bool:
+        return _formatted(clang_format, path, text) == text
+
+    for path, (before, text) in files.items():
+        if (before is None or is_formatted(path, before)) and not is_formatted(path, text):
             raise StagingError(f"{path}: is not as clang-format leaves it")
     return []
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import kernel_table
 import render_readme
 
-sys.path.insert(0, str(render_readme.ROOT))
+sys.path.append(str(render_readme.ROOT))
 from codegen import model, upstream, verify
 from codegen.checkout import Checkout
 from codegen.upstream import Rendered, StagingError
