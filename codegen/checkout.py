@@ -26,8 +26,10 @@ class Checkout:
             return None
 
     def changes(self) -> list[str]:
-        """Tracked files that differ from the commit."""
-        status = self._git("status", "--porcelain", "--untracked-files=no")
+        """Tracked files that differ from the commit, submodules aside."""
+        status = self._git(
+            "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"
+        )
         return [line[3:] for line in status.splitlines()]
 
     def branch(self, name: str) -> str | None:

@@ -346,6 +346,24 @@ def verified(path: str, text: str, before: dict[str, str] | None = None) -> list
     return verify.verify([commit], (definitions() | (before or {})).get)
 
 
+def test_edits_of_the_definitions_are_parsed():
+    """No base needs one today; if one does, what it leaves has to parse and to fit our kernels."""
+    texts = definitions()
+    formula = "result2: group_norm_invstd_jvp(input_p, input_t, result1, result2, group)"
+    for path, old, new, error in (
+        (verify.DERIVATIVES, formula, formula.replace("input_t", "input_p"), None),
+        (verify.DERIVATIVES, formula, "result9: nothing", "cannot parse"),
+        (verify.NATIVE_FUNCTIONS, "Tensor? bias, SymInt N", "Tensor? b, SymInt N", "schema"),
+    ):
+        text = texts[path].replace(old, new)
+        assert text != texts[path]
+        if error is None:
+            assert verified(path, text, texts) == verified("a.txt", "")
+        else:
+            with pytest.raises(StagingError, match=error):
+                verified(path, text, texts)
+
+
 def test_launch_without_a_check():
     text = "void f() {\n  kernel<<<1, 1>>>();\n}\n"
     with pytest.raises(StagingError, match=r"a\.cu: a kernel launch"):
