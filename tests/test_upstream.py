@@ -11,12 +11,14 @@ import importlib
 import json
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, MODEL_CASES
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # after what is installed
@@ -306,6 +308,79 @@ def test_kernels_are_those_of_native():
             ours = [line for line in source.read_text().splitlines() if "native/" not in line]
             theirs = staged[path].splitlines()
             assert len(ours) <= len(theirs) <= len(source.read_text().splitlines()) + 2
+
+
+# Prints the plans of the problems that it reads, one a line: dtype backward N C HxW G alignment.
+PLANS = """
+#include PLAN
+#include <iostream>
+namespace norm = NAMESPACE;
+int main() {
+  norm::Problem p;
+  norm::Device d;
+  d.sm_count = 132;
+  d.compute_capability = 90;
+  d.shared_memory_per_block = 232448;
+  d.l2_bytes = 62914560;
+  d.clusters = {132, 66, 30, 15, 7};
+  int dtype = 0;
+  int backward = 0;
+  while (std::cin >> dtype >> backward >> p.N >> p.C >> p.HxW >> p.G >> p.alignment) {
+    p.dtype = static_cast<norm::DType>(dtype);
+    p.direction = static_cast<norm::Direction>(backward);
+    const norm::Plan plan = norm::make_plan(p, d);
+    for (const int64_t field :
+         {int64_t(plan.scheme), int64_t(plan.vector), int64_t(plan.columns), int64_t(plan.rows),
+          int64_t(plan.column_tiles), int64_t(plan.splits), plan.pixels_per_split,
+          int64_t(plan.threads), plan.shared_bytes, plan.samples_per_wave, plan.pixels_kept,
+          int64_t(plan.workspace_bytes)}) {
+      std::cout << field << ' ';
+    }
+    std::cout << std::endl;
+  }
+}
+"""
+
+
+def plans(folder: Path, header: str, namespace: str, include: Path, sources: list[Path]) -> str:
+    """What a planner says to every case of the tables, in each dtype and direction."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder.mkdir()
+    (folder / "plans.cpp").write_text(PLANS)
+    command = [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{include}"]
+    command += [f"-DPLAN=<{header}>", f"-DNAMESPACE={namespace}", str(folder / "plans.cpp")]
+    subprocess.run([*command, *map(str, sources), "-o", str(folder / "plans")], check=True)
+    questions = [
+        f"{dtype} {backward} {case.N} {case.C} {case.HxW} {case.G} {alignment}"
+        for case in (*KERNEL_CASES, *MODEL_CASES, *EDGE_CASES, *EMPTY_CASES)
+        for dtype in range(4)
+        for backward in (0, 1)
+        for alignment in (16, 8)
+    ]
+    done = subprocess.run(
+        [str(folder / "plans")], input="\n".join(questions), capture_output=True, text=True
+    )
+    assert len(done.stdout.splitlines()) == len(questions)
+    return done.stdout
+
+
+def test_the_planner_decides_as_ours_does(tmp_path):
+    """What is left out of it, pins and the CPU, changes no plan."""
+    tree = tmp_path / "tree"
+    for path, text in rendered("main").items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text(text)
+    source = tree / "aten" / "src"
+    native = sorted((ROOT / "native" / "plan").glob("*.cpp"))
+    staged = [source / f"ATen/native/cuda/group_norm_{name}.cpp" for name in ("plan", "policy")]
+    header = "ATen/native/cuda/group_norm/plan/plan.h"
+    ours = plans(tmp_path / "ours", "native/plan/plan.h", "gn_override", ROOT, native)
+    theirs = plans(tmp_path / "theirs", header, "at::native::group_norm_nhwc", source, staged)
+    assert ours == theirs
+    schemes = {line.split()[0] for line in ours.splitlines()}
+    assert schemes == {"0", "1", "2", "3"}
 
 
 def test_compile_units_are_where_pytorch_looks_for_them():
