@@ -7,9 +7,7 @@ from pathlib import Path
 from codegen import model
 
 
-def evaluate(
-    path: Path = model.SOURCE, torch: model.InstalledTorch | None = None
-) -> dict[str, bool]:
+def evaluate(path: Path = model.SOURCE, torch: model.Definitions | None = None) -> dict[str, bool]:
     """The conditions of the YAML file, each answered for the installed PyTorch.
 
     Compile with ``-DGN_OVERRIDE_<name>=<0 or 1>`` for each. Raises model.CodegenError where the

@@ -15,6 +15,7 @@ from torchgen.gen import parse_native_yaml
 from torchgen.model import FunctionSchema, NativeFunction
 from torchgen.yaml_utils import YamlLoader
 
+ROOT = Path(__file__).parent.parent
 SOURCE = Path(__file__).parent / "group_norm.yaml"
 
 BACKENDS = ("CPU", "CUDA")
@@ -55,21 +56,76 @@ class Override:
 
 
 @dataclass(frozen=True)
+class Sign:
+    """What a base is recognised by: the file is there and contains, or lacks, the text."""
+
+    file: str
+    text: str
+    contained: bool
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one place of a file.
+
+    From ``anchor``, which is there exactly once, to the end of the next ``until`` (of the anchor
+    itself where that is empty) stands ``text`` afterwards.
+    """
+
+    file: str
+    anchor: str
+    until: str
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A file that PyTorch does not have, from ``source`` in this repository."""
+
+    path: str
+    source: str
+    edits: tuple[Edit, ...]  # of the source's text
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One commit of the branch, and the bases that it is for."""
+
+    title: str
+    body: str
+    bases: tuple[str, ...]
+    additions: tuple[Addition, ...]
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """How the kernels become a change of PyTorch: see codegen/upstream.py."""
+
+    guard: str
+    rewrite: Mapping[str, str]
+    bases: Mapping[str, tuple[Sign, ...]]
+    commits: tuple[Commit, ...]
+
+
+@dataclass(frozen=True)
 class Model:
     """The content of the YAML file."""
 
     conditions: tuple[Condition, ...]
     overrides: tuple[Override, ...]
+    upstream: Upstream | None = None
 
 
-class InstalledTorch:
-    """The operator and derivative definitions that the installed torchgen carries."""
+class Definitions:
+    """The operator and derivative definitions of one PyTorch."""
 
-    def __init__(self) -> None:
-        packaged = Path(torchgen.__file__).parent / "packaged"
-        self.native_functions_yaml = packaged / "ATen" / "native" / "native_functions.yaml"
-        self.tags_yaml = packaged / "ATen" / "native" / "tags.yaml"
-        self.derivatives_yaml = packaged / "autograd" / "derivatives.yaml"
+    def __init__(self, name: str, native_functions: Path, tags: Path, derivatives: Path) -> None:
+        self.name = name  # for messages
+        self.native_functions_yaml = native_functions
+        self.tags_yaml = tags
+        self.derivatives_yaml = derivatives
 
     @functools.cached_property
     def functions(self) -> Mapping[str, NativeFunction]:
@@ -95,6 +151,20 @@ class InstalledTorch:
         }
 
 
+class InstalledTorch(Definitions):
+    """Those that the installed torchgen carries."""
+
+    def __init__(self) -> None:
+        packaged = Path(torchgen.__file__).parent / "packaged"
+        native = packaged / "ATen" / "native"
+        super().__init__(
+            "the installed PyTorch",
+            native / "native_functions.yaml",
+            native / "tags.yaml",
+            packaged / "autograd" / "derivatives.yaml",
+        )
+
+
 @functools.cache
 def installed_torch() -> InstalledTorch:
     return InstalledTorch()
@@ -107,17 +177,18 @@ def valid_keys(function: NativeFunction) -> tuple[str, ...]:
     return BACKENDS
 
 
-def load(path: Path = SOURCE, torch: InstalledTorch | None = None) -> Model:
+def load(path: Path = SOURCE, torch: Definitions | None = None) -> Model:
     """Parses the file.
 
     Raises CodegenError, with file, entry and what would be valid, for an unknown field, operator,
-    dispatch key, build or condition, and where a schema is not that of the installed PyTorch.
+    dispatch key, build or condition, and where a schema is not that of ``torch``, by default the
+    installed PyTorch.
     """
     return _Loader(path, torch or installed_torch()).load()
 
 
 class _Loader:
-    def __init__(self, path: Path, torch: InstalledTorch) -> None:
+    def __init__(self, path: Path, torch: Definitions) -> None:
         self.path = path
         self.torch = torch
 
@@ -129,7 +200,12 @@ class _Loader:
             self.fail(f"line {line}", f"not YAML: {error.problem}")
         except AssertionError as error:  # the loader's own check: a key that is there twice
             self.fail("not YAML", str(error))
-        self.fields(document, "top level", {"conditions": dict, "operators": list})
+        self.fields(
+            document,
+            "top level",
+            {"conditions": dict, "operators": list},
+            optional={"upstream": dict},
+        )
         conditions = tuple(
             self.condition(name, entry) for name, entry in document["conditions"].items()
         )
@@ -153,7 +229,8 @@ class _Loader:
                     f"kernel '{override.kernel}' has another signature for "
                     f"{other.schema.name}, {other.key}",
                 )
-        return Model(conditions, tuple(overrides))
+        upstream = self.upstream(document["upstream"]) if "upstream" in document else None
+        return Model(conditions, tuple(overrides), upstream)
 
     def condition(self, name: str, entry: Any) -> Condition:
         where = f"conditions, {name}"
@@ -179,9 +256,9 @@ class _Loader:
         if str(function.func) != str(schema):
             self.fail(
                 name,
-                "the installed PyTorch has another schema\n"
-                f"  here:      {schema}\n"
-                f"  installed: {function.func}",
+                f"{self.torch.name} has another schema\n"
+                f"  here:  {schema}\n"
+                f"  there: {function.func}",
             )
         for key, override in entry["dispatch"].items():
             yield self.override(override, f"{name}, {key}", function, str(key), conditions)
@@ -206,6 +283,100 @@ class _Loader:
         if when is not None and when not in conditions:
             self.unknown(where, "condition", when, conditions)
         return Override(function.func, key, entry["kernel"], entry["symint"], build, when)
+
+    def upstream(self, entry: Any) -> Upstream:
+        self.fields(
+            entry, "upstream", {"guard": str, "rewrite": dict, "bases": dict, "commits": list}
+        )
+        bases = {
+            str(name): tuple(
+                self.sign(sign, f"upstream, base {name}, sign {number}")
+                for number, sign in enumerate(signs, 1)
+            )
+            for name, signs in entry["bases"].items()
+        }
+        commits = tuple(
+            self.commit(commit, f"upstream, commit {number}", tuple(bases))
+            for number, commit in enumerate(entry["commits"], 1)
+        )
+        return Upstream(entry["guard"], entry["rewrite"], bases, commits)
+
+    def sign(self, entry: Any, where: str) -> Sign:
+        self.fields(entry, where, {"file": str}, optional={"contains": str, "lacks": str})
+        if ("contains" in entry) == ("lacks" in entry):
+            self.fail(where, "needs either 'contains' or 'lacks'")
+        text = entry.get("contains") or entry.get("lacks")
+        return Sign(entry["file"], text, "contains" in entry)
+
+    def commit(self, entry: Any, where: str, bases: tuple[str, ...]) -> Commit:
+        self.fields(
+            entry,
+            where,
+            {"title": str, "body": str},
+            optional={"bases": list, "add": list, "edit": list},
+        )
+        for base in entry.get("bases", ()):
+            if base not in bases:
+                self.unknown(where, "base", str(base), bases)
+        return Commit(
+            entry["title"],
+            entry["body"],
+            tuple(entry.get("bases", bases)),
+            tuple(
+                self.addition(addition, f"{where}, addition {number}")
+                for number, addition in enumerate(entry.get("add", ()), 1)
+            ),
+            self.edits(entry.get("edit", ()), where, {"file": str}),
+        )
+
+    def addition(self, entry: Any, where: str) -> Addition:
+        self.fields(entry, where, {"path": str, "from": str}, optional={"edit": list})
+        self.read(entry["from"], where)
+        edits = self.edits(entry.get("edit", ()), where, {})
+        return Addition(entry["path"], entry["from"], edits)
+
+    def edits(
+        self, entries: Iterable[Any], where: str, required: dict[str, type]
+    ) -> tuple[Edit, ...]:
+        return tuple(
+            self.edit(entry, f"{where}, edit {number}", required)
+            for number, entry in enumerate(entries, 1)
+        )
+
+    def edit(self, entry: Any, where: str, required: dict[str, type]) -> Edit:
+        self.fields(
+            entry,
+            where,
+            required | {"anchor": str, "why": str},
+            optional=dict.fromkeys(("until", "text", "from", "after", "before"), str),
+        )
+        if not entry["anchor"]:
+            self.fail(where, "the anchor is empty")
+        if "from" in entry:
+            self.fields(
+                entry,
+                where,
+                required | dict.fromkeys(("anchor", "why", "from", "after", "before"), str),
+                optional={"until": str},
+            )
+            text = self.read(entry["from"], where)
+            for field in ("after", "before"):
+                if text.count(entry[field]) != 1:
+                    self.fail(where, f"'{field}' is not there exactly once in {entry['from']}")
+            text = text.split(entry["after"])[1].split(entry["before"])[0] + entry["anchor"]
+        elif "text" in entry:
+            text = entry["text"]
+        else:
+            self.fail(where, "needs either 'text' or 'from'")
+        return Edit(
+            entry.get("file", ""), entry["anchor"], entry.get("until", ""), text, entry["why"]
+        )
+
+    def read(self, path: str, where: str) -> str:
+        file = ROOT / path
+        if not file.is_file():
+            self.fail(where, f"there is no file {path}")
+        return file.read_text()
 
     def fields(
         self,

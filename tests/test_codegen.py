@@ -189,8 +189,8 @@ ops.yaml: operators, entry 1: unknown operator 'native_group_norm_backward'
             self.edited("SymInt N, SymInt C", "int N, SymInt C"),
             """\
 ops.yaml: native_group_norm_backward: the installed PyTorch has another schema
-  here:      native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int N, SymInt C, SymInt HxW, int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
-  installed: native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW, int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)""",
+  here:  native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int N, SymInt C, SymInt HxW, int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+  there: native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW, int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)""",
         )
 
     def test_not_a_schema(self) -> None:
@@ -258,7 +258,7 @@ ops.yaml: native_group_norm_backward, CPU: unknown field 'kernal'
             self.edited("operators:", "operator:"),
             """\
 ops.yaml: top level: unknown field 'operator'
-  valid: conditions, operators""",
+  valid: conditions, operators, upstream""",
         )
 
     def test_missing_field(self) -> None:

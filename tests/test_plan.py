@@ -223,14 +223,14 @@ DRIVER = r"""
 using namespace gn_override;
 
 // Lines of: device backward dtype param_dtype N C HxW G channels_last alignment threads sm_count
-// compute_capability shared_memory_per_block clusters; one answer a line.
+// compute_capability shared_memory_per_block l2_bytes clusters; one answer a line.
 int main() {
   int device, backward, dtype, param_dtype, channels_last;
   Problem p;
   Device d;
   while (std::cin >> device >> backward >> dtype >> param_dtype >> p.N >> p.C >> p.HxW >> p.G >>
          channels_last >> p.alignment >> d.threads >> d.sm_count >> d.compute_capability >>
-         d.shared_memory_per_block) {
+         d.shared_memory_per_block >> d.l2_bytes) {
     for (size_t size = 1; size < d.clusters.size(); ++size) {
       std::cin >> d.clusters[size];
     }
@@ -272,7 +272,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def device_figures(device_type: str) -> list[str]:
     """What explain_shape() plans for: this machine, or an H200 where there is no GPU."""
-    return re.findall(r"\d+", explain(KERNEL_CASES[0], device_type, False)["machine"])
+    return re.findall(r"(?<=[=,])\d+", explain(KERNEL_CASES[0], device_type, False)["machine"])
 
 
 def ask(planner: Path, device_type: str, questions: list[tuple[Case, bool, str, int]]) -> list:

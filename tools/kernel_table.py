@@ -108,6 +108,41 @@ def losses(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def before_after(before: Sequence[Row], after: Sequence[Row]) -> str:
+    """A Markdown table for PyTorch's reviewers: stock NCHW, and channels-last before and after.
+
+    before   rows with the times of PyTorch's kernels as "stock_2_15"
+    after    rows of tools/bench.py; every row of both has to have its like in the other
+    """
+    stock = {(row["name"], row["dtype"]): row for row in before}
+    if stock.keys() != {(row["name"], row["dtype"]) for row in after}:
+        raise ValueError("the results before and after are not of the same cases")
+    lines = []
+    for row in after:
+        earlier = stock[row["name"], row["dtype"]]
+        line = [
+            "x".join(map(str, row["shape"])),
+            row["dtype"],
+            f"{row['MB']:.1f}",
+            render_readme.number(row["copy"]),
+        ]
+        for what in DIRECTIONS:
+            old, new = earlier[what]["stock_2_15"], row[what][OURS]
+            times = (row[what]["stock_nchw"], old, new)
+            line += [*map(render_readme.number, times), f"{old / new:.2f}x"]
+        lines.append(line)
+    header = ["N x C x H x W", "dtype", "MB", "copy us"]
+    for title in DIRECTIONS.values():
+        header += [f"{title}: NCHW us", "before us", "after us", "speed-up"]
+    return render_readme.table(header, lines)
+
+
+def over_copy(rows: Sequence[Row], what: str, provider: str) -> str:
+    """The least and the largest ratio of a provider's times to a copy's: "1.02 to 1.59"."""
+    ratios = [row[what][provider] / row["copy"] for row in rows]
+    return " to ".join(render_readme.number(ratio) for ratio in (min(ratios), max(ratios)))
+
+
 def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
     """Times of the others over ours, by row, on a logarithmic axis."""
     height = 0.4

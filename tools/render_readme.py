@@ -31,13 +31,13 @@ _COMMANDS = {
 }
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """Three digits at least, no more than the measurement is worth."""
     if value is None:
         return "-"
@@ -63,18 +63,18 @@ def models(content: dict[str, Any]) -> str:
         rows.append(
             [
                 row["name"],
-                _number(times["stock"]),
-                _number(times["override"]),
+                number(times["stock"]),
+                number(times["override"]),
                 _ratio(times["stock"], times["override"]),
-                _number(times["stock_nchw"]),
-                _number(times["floor"]),
+                number(times["stock_nchw"]),
+                number(times["floor"]),
                 f"{peak['stock']:.2f} / {peak['override']:.2f}" if peak else "-",
             ]
         )
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", "stock NCHW", "floor"]
     floors = sorted({row["floor"] for row in content["rows"]})
     return (
-        _table([*header, "peak GB, stock / ours"], rows)
+        table([*header, "peak GB, stock / ours"], rows)
         + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}.\n"
     )
 
@@ -83,17 +83,17 @@ def kernels(content: dict[str, Any]) -> str:
     """Rows of tools/bench.py; the limits are 1x a copy forward and 2.5x with the backward."""
     rows = []
     for row in content["rows"]:
-        line = [f"{row['name']} {_shape(row)}", row["dtype"], _number(row["copy"])]
+        line = [f"{row['name']} {_shape(row)}", row["dtype"], number(row["copy"])]
         for what in ("fwd", "fwd_bwd"):
             times = row[what]
             ours, stock = times["gn_override"], times.get("stock_channels_last")
             nchw = times.get("stock_nchw")
-            line += [_number(ours), _ratio(ours, row["copy"]), _ratio(stock, ours)]
+            line += [number(ours), _ratio(ours, row["copy"]), _ratio(stock, ours)]
             line += [_ratio(nchw, ours)]
         rows.append(line)
     parts = ["us", "/ copy", "stock / ours", "stock NCHW / ours"]
     header = ["case", "dtype", "copy, us", *(f"forward {p}" for p in parts)]
-    return _table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
+    return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
 
 
 def cpu(content: dict[str, Any]) -> str:
@@ -101,19 +101,19 @@ def cpu(content: dict[str, Any]) -> str:
     rows = []
     for row in content["rows"]:
         median = row["median"]
-        line = [f"{_shape(row)}, G={row['groups']}", row["dtype"], _number(median["copy"])]
+        line = [f"{_shape(row)}, G={row['groups']}", row["dtype"], number(median["copy"])]
         for what in ("fwd", "fwd_bwd"):
             times = median[what]
             ours = times["gn_override"]
             line += [
-                _number(ours),
+                number(ours),
                 _ratio(times["stock_channels_last"], ours),
                 _ratio(times["stock_nchw"], ours),
             ]
         rows.append(line)
     parts = ["ms", "stock / ours", "stock NCHW / ours"]
     header = ["shape", "dtype", "copy, ms", *(f"forward {p}" for p in parts)]
-    return _table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
+    return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
 
 
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {

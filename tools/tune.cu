@@ -146,25 +146,6 @@ double median(const std::function<void()>& enqueue, int repetitions) {
   return 1e3 * milliseconds[repetitions / 2];
 }
 
-Device current_device() {
-  int index = 0;
-  CHECK(cudaGetDevice(&index));
-  const auto attribute = [&](cudaDeviceAttr which) {
-    int value = 0;
-    CHECK(cudaDeviceGetAttribute(&value, which, index));
-    return value;
-  };
-  Device device;
-  device.sm_count = attribute(cudaDevAttrMultiProcessorCount);
-  device.compute_capability =
-      10 * attribute(cudaDevAttrComputeCapabilityMajor) +
-      attribute(cudaDevAttrComputeCapabilityMinor);
-  device.shared_memory_per_block =
-      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  CHECK(count_clusters(device.clusters));
-  return device;
-}
-
 // The plans of a problem: the policy's first, then all that pins lead to.
 std::vector<Plan> plans_of(const Problem& problem, Device device) {
   std::vector<Plan> plans{make_plan(problem, device)};
@@ -308,7 +289,8 @@ void measure(
 int main(int argc, char** argv) {
   const int repetitions = argc > 1 ? std::max(1, atoi(argv[1])) : 9;
   CHECK(cudaStreamCreate(&stream));
-  const Device device = current_device();
+  Device device;
+  CHECK(describe_device(device));
   char name[64];
   char dtype[16];
   Problem problem;

@@ -28,6 +28,7 @@ constexpr Device kH200{
     .sm_count = 132,
     .compute_capability = 90,
     .shared_memory_per_block = 232448,
+    .l2_bytes = 62914560,
     .clusters = {0, 132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7},
     .pins = {},
 };

@@ -24,12 +24,6 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 
-int attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-
 std::array<std::once_flag, kMaxDevices> once;
 std::array<Device, kMaxDevices> devices;
 
@@ -42,15 +36,8 @@ const Device& cuda_device(int index) {
       index,
       " is out of range");
   std::call_once(once[index], [index] {
-    Device& device = devices[index];
-    device.sm_count = attribute(cudaDevAttrMultiProcessorCount, index);
-    device.compute_capability =
-        10 * attribute(cudaDevAttrComputeCapabilityMajor, index) +
-        attribute(cudaDevAttrComputeCapabilityMinor, index);
-    device.shared_memory_per_block =
-        attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
-    C10_CUDA_CHECK(count_clusters(device.clusters));
+    C10_CUDA_CHECK(describe_device(devices[index]));
   });
   return devices[index];
 }

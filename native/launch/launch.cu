@@ -37,28 +37,9 @@ cudaError_t with_kernels(const Problem& problem, F f) {
 // Takes a multiprocessor's shared memory and nothing else.
 __global__ void occupy() {}
 
-} // namespace
-
-cudaError_t count_clusters(ClusterCounts& clusters) {
-  clusters = {};
-  int device = 0;
-  int multiprocessors = 0;
-  int capability = 0;
-  int shared_bytes = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  const auto get = [&](int& value, cudaDeviceAttr attribute) {
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&value, attribute, device);
-    }
-  };
-  get(multiprocessors, cudaDevAttrMultiProcessorCount);
-  get(capability, cudaDevAttrComputeCapabilityMajor);
-  get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  clusters[1] = multiprocessors;
-  if (error != cudaSuccess || capability < 9) {
-    return error;
-  }
-  error = cudaFuncSetAttribute(
+// Device::clusters of more than one block.
+cudaError_t count_clusters(int shared_bytes, ClusterCounts& clusters) {
+  cudaError_t error = cudaFuncSetAttribute(
       occupy, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(
@@ -81,6 +62,38 @@ cudaError_t count_clusters(ClusterCounts& clusters) {
         cudaSuccess) {
       clusters[size] = 0; // not supported
       cudaGetLastError();
+    }
+  }
+  return error;
+}
+
+} // namespace
+
+cudaError_t describe_device(Device& device) {
+  int index = 0;
+  int major_capability = 0;
+  int minor_capability = 0;
+  int shared_bytes = 0;
+  int l2_bytes = 0;
+  cudaError_t error = cudaGetDevice(&index);
+  const auto get = [&](int& value, cudaDeviceAttr attribute) {
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&value, attribute, index);
+    }
+  };
+  get(device.sm_count, cudaDevAttrMultiProcessorCount);
+  get(major_capability, cudaDevAttrComputeCapabilityMajor);
+  get(minor_capability, cudaDevAttrComputeCapabilityMinor);
+  get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  get(l2_bytes, cudaDevAttrL2CacheSize);
+  if (error == cudaSuccess) {
+    device.compute_capability = 10 * major_capability + minor_capability;
+    device.shared_memory_per_block = shared_bytes;
+    device.l2_bytes = l2_bytes;
+    device.clusters = {};
+    device.clusters[1] = device.sm_count;
+    if (major_capability >= 9) {
+      error = count_clusters(shared_bytes, device.clusters);
     }
   }
   return error;

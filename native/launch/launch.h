@@ -4,8 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
-
 #include "native/plan/arguments.h"
 #include "native/plan/plan.h"
 
@@ -23,7 +21,7 @@ cudaError_t launch_backward(
     const BackwardArguments& arguments,
     cudaStream_t stream);
 
-// Device::clusters of the current device.
-cudaError_t count_clusters(ClusterCounts& clusters);
+// Figures of the current device: all of Device but pins and threads.
+cudaError_t describe_device(Device& device);
 
 } // namespace gn_override

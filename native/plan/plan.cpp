@@ -117,7 +117,8 @@ std::string to_string(const Device& device) {
       " multiprocessors=" + std::to_string(device.sm_count) +
       " compute_capability=" + std::to_string(device.compute_capability) +
       " shared_memory_per_block=" +
-      std::to_string(device.shared_memory_per_block) + " clusters=";
+      std::to_string(device.shared_memory_per_block) +
+      " l2_bytes=" + std::to_string(device.l2_bytes) + " clusters=";
   for (size_t size = 1; size < device.clusters.size(); ++size) {
     out += (size == 1 ? "" : ",") + std::to_string(device.clusters[size]);
   }

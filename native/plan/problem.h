@@ -114,6 +114,7 @@ struct Device {
   int sm_count = 0; // CUDA: multiprocessors
   int compute_capability = 0; // CUDA: 10 * major + minor
   int64_t shared_memory_per_block = 0; // CUDA: bytes, opt-in limit
+  int64_t l2_bytes = 0; // CUDA
   ClusterCounts clusters = {}; // CUDA
   Pins pins; // CUDA
 

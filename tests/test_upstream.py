@@ -1,0 +1,645 @@
+"""The upstream half: rendering, verifying and staging onto checkouts, and the in-tree glue itself.
+
+Checkouts are made up from the anchors of group_norm.yaml and the operator definitions of the
+installed torch. The glue is compiled and, on a GPU, run behind PyTorch's own dispatch stubs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, MODEL_CASES
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # after what is installed
+sys.path.append(str(ROOT / "tools"))
+model = importlib.import_module("codegen.model")
+upstream = importlib.import_module("codegen.upstream")
+verify = importlib.import_module("codegen.verify")
+kernel_table = importlib.import_module("kernel_table")
+stage_upstream = importlib.import_module("stage_upstream")
+StagingError = upstream.StagingError
+
+CHANGE = model.load().upstream
+BASES = list(CHANGE.bases)
+KERNEL = "aten/src/ATen/native/cuda/group_norm_kernel.cu"
+TEMPLATE = stage_upstream.TEMPLATE
+
+has_clang_format = pytest.mark.skipif(
+    verify.tool("clang-format") is None, reason="clang-format is not installed"
+)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def state(folder: Path) -> tuple[str, ...]:
+    """All of a checkout that staging could change by accident: where HEAD is, files, branches."""
+    return (
+        git(folder, "symbolic-ref", "HEAD"),
+        git(folder, "status", "--porcelain"),
+        git(folder, "for-each-ref"),
+        git(folder, "worktree", "list"),
+    )
+
+
+def commit(folder: Path) -> None:
+    git(folder, "commit", "--quiet", "--all", "--message", "another")
+
+
+@pytest.fixture(params=BASES)
+def base(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, base: str) -> Path:
+    """A made-up checkout of each base in turn."""
+    folder = tmp_path / "pytorch"
+    stage_upstream.make_up_checkout(folder, base)
+    return folder
+
+
+@pytest.fixture
+def main_checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "pytorch"
+    stage_upstream.make_up_checkout(folder, "main")
+    return folder
+
+
+def refused(folder: Path, **options: object) -> str:
+    """The error of staging, after which the checkout is as it was."""
+    before = state(folder)
+    with pytest.raises(StagingError) as caught:
+        stage_upstream.stage(folder, **options)
+    assert state(folder) == before
+    return str(caught.value)
+
+
+# --- staging ---------------------------------------------------------------------------------
+
+
+def test_stages_a_branch(checkout, base):
+    head, status, _, worktrees = state(checkout)
+    lines = stage_upstream.stage(checkout)
+    branch = stage_upstream.BRANCH
+    after = state(checkout)
+    assert (after[0], after[1], after[3]) == (head, status, worktrees)
+
+    commits = upstream.commits(CHANGE, base)
+    titles = git(checkout, "log", "--reverse", "--format=%s", f"HEAD..{branch}").splitlines()
+    assert titles == [commit.title for commit in commits]
+    expected = {a.path for c in commits for a in c.additions}
+    expected |= {e.file for c in commits for e in c.edits}
+    assert set(git(checkout, "diff", "--name-only", "HEAD", branch).splitlines()) == expected
+    added = "\n".join(
+        line for line in git(checkout, "diff", "HEAD", branch).splitlines() if line[:1] == "+"
+    )
+    assert "gn_override" not in added
+    assert f"base {base}" in lines[0] and "is ready" in lines[-1]
+
+
+def test_edits_touch_nothing_else(checkout):
+    """Every line that is taken away belongs to an edit's anchor."""
+    stage_upstream.stage(checkout)
+    diff = git(checkout, "diff", "--unified=0", "HEAD", stage_upstream.BRANCH)
+    gone = re.findall(r"^-(?!--)(.+)$", diff, re.MULTILINE)
+    quoted = "".join(e.anchor + e.until for c in CHANGE.commits for e in c.edits)
+    assert gone and all(line in quoted for line in gone)
+
+
+def test_hooks_are_behind_the_stubs(main_checkout):
+    stage_upstream.stage(main_checkout)
+    text = git(main_checkout, "show", f"{stage_upstream.BRANCH}:{KERNEL}")
+    assert text.count("#ifndef USE_ROCM\n  if (group_norm_channels_last") == 2
+    assert "#include <ATen/native/cuda/group_norm_channels_last.h>\n" in text
+
+
+def test_older_kernels_get_no_channels_last_tensors(base):
+    """Until 2.14 they take NCHW tensors: what the new ones leave is converted."""
+    text = rendered(base)[KERNEL]
+    assert text.count("if (!X.is_contiguous()) {") == (2 if base == "2.14" else 0)
+
+
+def test_layout_rules_are_for_the_older_base_only():
+    files = {
+        base: {e.file for c in upstream.commits(CHANGE, base) for e in c.edits} for base in BASES
+    }
+    layout = {
+        "aten/src/ATen/native/group_norm.cpp",
+        "torch/_decomp/decompositions.py",
+        "torch/_refs/__init__.py",
+    }
+    assert files["2.14"] - files["main"] == layout and not files["main"] - files["2.14"]
+
+
+def test_second_run_changes_nothing(checkout):
+    stage_upstream.stage(checkout)
+    before = state(checkout)
+    assert "is there already" in stage_upstream.stage(checkout)[-1]
+    assert state(checkout) == before
+    stage_upstream.stage(checkout, check=True)
+
+
+def test_text_of_the_pull_request_is_beside_the_branch(main_checkout):
+    line = stage_upstream.stage(main_checkout, branch="someone/norm")[-1]
+    page = Path(line.rpartition(": ")[2])
+    assert page.read_text() == stage_upstream.pull_request("main")
+    assert ".git" in page.parts and page.name == "someone-norm.md"
+
+
+def test_dry_run_changes_nothing(checkout):
+    before = state(checkout)
+    lines = stage_upstream.stage(checkout, dry_run=True)
+    assert f"    {KERNEL}" in lines
+    assert state(checkout) == before
+
+
+def test_check(main_checkout):
+    assert "is not what would be staged" in refused(main_checkout, check=True)
+    stage_upstream.stage(main_checkout)
+    branch = stage_upstream.BRANCH
+    git(main_checkout, "update-ref", f"refs/heads/{branch}", f"{branch}~1")
+    assert "is not what would be staged" in refused(main_checkout, check=True)
+
+
+def test_a_branch_that_holds_something_else_is_refused(main_checkout):
+    git(main_checkout, "branch", stage_upstream.BRANCH)
+    assert "is there and holds something else" in refused(main_checkout)
+
+
+def test_on_the_branch_itself_nothing_is_staged_twice(main_checkout):
+    stage_upstream.stage(main_checkout)
+    git(main_checkout, "checkout", "--quiet", stage_upstream.BRANCH)
+    assert "problem.h: is there already" in refused(main_checkout, branch="again")
+
+
+def test_dirty_checkout(main_checkout):
+    file = main_checkout / KERNEL
+    file.write_text(file.read_text() + "// of mine\n")
+    error = refused(main_checkout)
+    assert "uncommitted changes" in error and KERNEL in error
+    stage_upstream.stage(main_checkout, allow_dirty=True)
+    assert "// of mine" in file.read_text()
+    assert "// of mine" not in git(main_checkout, "show", f"{stage_upstream.BRANCH}:{KERNEL}")
+
+
+def test_file_endings_are_kept(main_checkout):
+    file = main_checkout / KERNEL
+    file.write_bytes(file.read_bytes() + b"// \xe2\x80\x94\r\n")
+    commit(main_checkout)
+    stage_upstream.stage(main_checkout)
+    command = ["git", "-C", str(main_checkout), "show", f"{stage_upstream.BRANCH}:{KERNEL}"]
+    staged = subprocess.run(command, capture_output=True, check=True).stdout
+    assert staged.endswith(b"// \xe2\x80\x94\r\n")
+
+
+def test_not_a_checkout(tmp_path):
+    with pytest.raises(StagingError, match="git rev-parse"):
+        stage_upstream.stage(tmp_path)
+
+
+# --- what does not fit -----------------------------------------------------------------------
+
+
+def test_base_is_recognised(checkout, base):
+    assert f"base {base}" in stage_upstream.stage(checkout, dry_run=True)[0]
+
+
+def test_unknown_base(main_checkout):
+    (main_checkout / "aten/src/ATen/native/group_norm.cpp").write_text("// rewritten\n")
+    commit(main_checkout)
+    first, *missed = refused(main_checkout).splitlines()
+    assert first == "the checkout is none of the known bases"
+    assert [line.split(" does not ")[0] for line in missed] == [
+        f"  {base}: aten/src/ATen/native/group_norm.cpp" for base in BASES
+    ]
+
+
+EDITS = [
+    pytest.param(base, edit, id=f"{base}-{Path(edit.file).name}-{number}")
+    for base in BASES
+    for number, edit in enumerate(e for c in upstream.commits(CHANGE, base) for e in c.edits)
+]
+
+
+@pytest.mark.parametrize("base, edit", EDITS)
+def test_missing_and_double_anchors(base, edit):
+    tree = upstream.skeleton(CHANGE, base)
+    text = tree[edit.file]
+    changes = [(text + edit.anchor, "is there 2 times")]
+    if edit.anchor in text:  # and not what an earlier edit leaves
+        changes.append((text.replace(edit.anchor, ""), "is not there"))
+    for changed, found in changes:
+        with pytest.raises(StagingError) as caught:
+            upstream.render(CHANGE, base, (tree | {edit.file: changed}).get)
+        first, why = str(caught.value).split("\n", 1)
+        assert first == f"{base}: {edit.file}: the anchor {found}: {edit.anchor!r}"
+        assert why == f"  edit: {edit.why}"
+
+
+def test_missing_end_of_an_edit():
+    tree = upstream.skeleton(CHANGE, "main")
+    edit = next(e for c in CHANGE.commits for e in c.edits if e.until)
+    tree[edit.file] = tree[edit.file].replace(edit.until, "")
+    with pytest.raises(StagingError, match="nothing after the anchor"):
+        upstream.render(CHANGE, "main", tree.get)
+
+
+def test_staging_stops_at_a_missing_anchor(main_checkout):
+    (main_checkout / "test/test_nn.py").write_text("# rewritten\n")
+    commit(main_checkout)
+    assert "main: test/test_nn.py: the anchor is not there" in refused(main_checkout)
+
+
+def test_missing_file(main_checkout):
+    git(main_checkout, "rm", "--quiet", "test/test_nn.py")
+    commit(main_checkout)
+    assert "main: test/test_nn.py: there is no such file" in refused(main_checkout)
+
+
+def test_other_schema(main_checkout):
+    file = main_checkout / verify.NATIVE_FUNCTIONS
+    text = file.read_text()
+    schema = "native_group_norm_backward(Tensor grad_out, Tensor input"
+    assert schema in text
+    file.write_text(text.replace(schema, schema.replace("Tensor input", "Tensor? input")))
+    commit(main_checkout)
+    assert "the checkout has another schema" in refused(main_checkout)
+
+
+def test_definitions_that_do_not_parse(main_checkout):
+    file = main_checkout / verify.NATIVE_FUNCTIONS
+    file.write_text(file.read_text() + "- func: nonsense\n")
+    commit(main_checkout)
+    assert "cannot parse" in refused(main_checkout)
+
+
+# --- rendering and verifying -----------------------------------------------------------------
+
+
+def rendered(base: str, change=CHANGE) -> dict[str, str]:
+    tree = upstream.skeleton(change, base)
+    commits = upstream.render(change, base, tree.get)
+    return {path: text for commit in commits for path, text in commit.files.items()}
+
+
+def test_kernels_are_those_of_native():
+    """No second copy: a rendered file is its source but for what the YAML file says."""
+    staged = rendered("main")
+    for folder in ("kernels", "launch"):
+        for source in (ROOT / "native" / folder).iterdir():
+            name = source.relative_to(ROOT)
+            (path,) = (a.path for c in CHANGE.commits for a in c.additions if a.source == str(name))
+            ours = [line for line in source.read_text().splitlines() if "native/" not in line]
+            theirs = staged[path].splitlines()
+            assert len(ours) <= len(theirs) <= len(source.read_text().splitlines()) + 2
+
+
+# Prints the plans of the problems that it reads, one a line: dtype backward N C HxW G alignment.
+PLANS = """
+#include PLAN
+#include <iostream>
+namespace norm = NAMESPACE;
+int main() {
+  norm::Problem p;
+  norm::Device d;
+  d.sm_count = 132;
+  d.compute_capability = 90;
+  d.shared_memory_per_block = 232448;
+  d.l2_bytes = 62914560;
+  d.clusters = {132, 66, 30, 15, 7};
+  int dtype = 0;
+  int backward = 0;
+  while (std::cin >> dtype >> backward >> p.N >> p.C >> p.HxW >> p.G >> p.alignment) {
+    p.dtype = static_cast<norm::DType>(dtype);
+    p.direction = static_cast<norm::Direction>(backward);
+    const norm::Plan plan = norm::make_plan(p, d);
+    for (const int64_t field :
+         {int64_t(plan.scheme), int64_t(plan.vector), int64_t(plan.columns), int64_t(plan.rows),
+          int64_t(plan.column_tiles), int64_t(plan.splits), plan.pixels_per_split,
+          int64_t(plan.threads), plan.shared_bytes, plan.samples_per_wave, plan.pixels_kept,
+          int64_t(plan.workspace_bytes)}) {
+      std::cout << field << ' ';
+    }
+    std::cout << std::endl;
+  }
+}
+"""
+
+
+def plans(folder: Path, header: str, namespace: str, include: Path, sources: list[Path]) -> str:
+    """What a planner says to every case of the tables, in each dtype and direction."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder.mkdir()
+    (folder / "plans.cpp").write_text(PLANS)
+    command = [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{include}"]
+    command += [f"-DPLAN=<{header}>", f"-DNAMESPACE={namespace}", str(folder / "plans.cpp")]
+    subprocess.run([*command, *map(str, sources), "-o", str(folder / "plans")], check=True)
+    questions = [
+        f"{dtype} {backward} {case.N} {case.C} {case.HxW} {case.G} {alignment}"
+        for case in (*KERNEL_CASES, *MODEL_CASES, *EDGE_CASES, *EMPTY_CASES)
+        for dtype in range(4)
+        for backward in (0, 1)
+        for alignment in (16, 8)
+    ]
+    done = subprocess.run(
+        [str(folder / "plans")], input="\n".join(questions), capture_output=True, text=True
+    )
+    assert len(done.stdout.splitlines()) == len(questions)
+    return done.stdout
+
+
+def test_the_planner_decides_as_ours_does(tmp_path):
+    """What is left out of it, pins and the CPU, changes no plan."""
+    tree = tmp_path / "tree"
+    for path, text in rendered("main").items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_text(text)
+    source = tree / "aten" / "src"
+    native = sorted((ROOT / "native" / "plan").glob("*.cpp"))
+    staged = [source / f"ATen/native/cuda/group_norm_{name}.cpp" for name in ("plan", "policy")]
+    header = "ATen/native/cuda/group_norm/plan/plan.h"
+    ours = plans(tmp_path / "ours", "native/plan/plan.h", "gn_override", ROOT, native)
+    theirs = plans(tmp_path / "theirs", header, "at::native::group_norm_nhwc", source, staged)
+    assert ours == theirs
+    schemes = {line.split()[0] for line in ours.splitlines()}
+    assert schemes == {"0", "1", "2", "3"}
+
+
+def test_compile_units_are_where_pytorch_looks_for_them():
+    """Its build globs native/cuda/*.cu and *.cpp, without the folders below."""
+    for path in rendered("main"):
+        if path.endswith((".cu", ".cpp")):
+            assert Path(path).parent == Path("aten/src/ATen/native/cuda")
+        if path.endswith((".cu", ".cpp")) and path != KERNEL:
+            assert rendered("main")[path].startswith("#ifndef USE_ROCM\n")
+
+
+def test_nothing_of_this_repository_is_left():
+    with pytest.raises(StagingError, match="still says 'gn_override' in line"):
+        rendered("main", dataclasses.replace(CHANGE, rewrite={}))
+
+
+def test_an_include_that_is_not_part_of_the_change():
+    first, *others = CHANGE.commits
+    additions = tuple(a for a in first.additions if a.source != "native/plan/plan.h")
+    change = dataclasses.replace(
+        CHANGE, commits=(dataclasses.replace(first, additions=additions), *others)
+    )
+    with pytest.raises(StagingError, match=r"includes native/plan/plan\.h, which is not part"):
+        rendered("main", change)
+
+
+def definitions() -> dict[str, str]:
+    installed = model.installed_torch()
+    return {
+        verify.NATIVE_FUNCTIONS: installed.native_functions_yaml.read_text(),
+        verify.TAGS: installed.tags_yaml.read_text(),
+        verify.DERIVATIVES: installed.derivatives_yaml.read_text(),
+    }
+
+
+def verified(path: str, text: str, before: dict[str, str] | None = None) -> list[str]:
+    commit = upstream.Rendered("title", "body", {path: text})
+    return verify.verify([commit], (definitions() | (before or {})).get)
+
+
+def test_edits_of_the_definitions_are_parsed():
+    """No base needs one today; if one does, what it leaves has to parse and to fit our kernels."""
+    texts = definitions()
+    formula = "result2: group_norm_invstd_jvp(input_p, input_t, result1, result2, group)"
+    for path, old, new, error in (
+        (verify.DERIVATIVES, formula, formula.replace("input_t", "input_p"), None),
+        (verify.DERIVATIVES, formula, "result9: nothing", "cannot parse"),
+        (verify.NATIVE_FUNCTIONS, "Tensor? bias, SymInt N", "Tensor? b, SymInt N", "schema"),
+    ):
+        text = texts[path].replace(old, new)
+        assert text != texts[path]
+        if error is None:
+            assert verified(path, text, texts) == verified("a.txt", "")
+        else:
+            with pytest.raises(StagingError, match=error):
+                verified(path, text, texts)
+
+
+def test_launch_without_a_check():
+    text = "void f() {\n  kernel<<<1, 1>>>();\n}\n"
+    with pytest.raises(StagingError, match=r"a\.cu: a kernel launch"):
+        verified("a.cu", text)
+    verified("a.cu", text.replace("();\n", "();\n  C10_CUDA_KERNEL_LAUNCH_CHECK();\n"))
+
+
+@has_clang_format
+def test_format():
+    with pytest.raises(StagingError, match=r"a\.h: is not as clang-format"):
+        verified("a.h", "int  a;\n")
+    with pytest.raises(StagingError, match=r"a\.h: is not as clang-format"):
+        verified("a.h", "int  a;\n", {"a.h": "int b;\n"})
+    verified("a.h", "int  a;\n", {"a.h": "int  b;\n"})  # was not before
+
+
+def test_python_that_was_valid():
+    with pytest.raises(StagingError, match=r"a\.py: is not valid Python"):
+        verified("a.py", "def f(:\n", {"a.py": "def f():\n  pass\n"})
+
+
+# --- errors in the YAML file -----------------------------------------------------------------
+
+SMALL = """\
+conditions: {}
+operators: []
+upstream:
+  guard: USE_ROCM
+  rewrite: {gn_override: norm}
+  bases:
+    main: [{file: a.cpp, contains: here}]
+  commits:
+  - title: one
+    body: of them
+    add: [{path: b.h, from: native/plan/plan.h}]
+    edit: [{file: a.cpp, anchor: here, text: there, why: because}]
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, error",
+    [
+        ("contains: here", "has: here", "upstream, base main, sign 1: unknown field 'has'"),
+        (", contains: here", "", "upstream, base main, sign 1: needs either 'contains' or"),
+        ("body: of them", "bases: ['3.0']", "upstream, commit 1: field 'body' is missing"),
+        ("    add:", "    bases: ['3.0']\n    add:", "upstream, commit 1: unknown base '3.0'"),
+        ("plan.h}", "plam.h}", "commit 1, addition 1: there is no file native/plan/plam.h"),
+        ("text: there, ", "", "upstream, commit 1, edit 1: needs either 'text' or 'from'"),
+        ("anchor: here", "anchor: ''", "upstream, commit 1, edit 1: the anchor is empty"),
+        (", why: because", "", "upstream, commit 1, edit 1: field 'why' is missing"),
+        ("file: a.cpp, anchor", "anchor", "upstream, commit 1, edit 1: field 'file' is missing"),
+        (
+            "text: there",
+            "from: README.md, after: '# gn_override', before: nowhere",
+            "upstream, commit 1, edit 1: 'before' is not there exactly once in README.md",
+        ),
+    ],
+)
+def test_errors_of_the_yaml_file(tmp_path, old, new, error):
+    path = tmp_path / "ops.yaml"
+    path.write_text(SMALL)
+    model.load(path)
+    assert old in SMALL
+    path.write_text(SMALL.replace(old, new, 1))
+    with pytest.raises(model.CodegenError) as caught:
+        model.load(path)
+    assert error in str(caught.value)
+
+
+# --- the command and the text ----------------------------------------------------------------
+
+
+def test_command(main_checkout, capsys):
+    def run(*arguments: object) -> tuple[int, str, str]:
+        status = stage_upstream.main(list(map(str, arguments)))
+        return status, *capsys.readouterr()
+
+    status, out, _ = run("--pytorch", main_checkout, "--branch", "norm")
+    assert status == 0 and "branch norm is ready" in out
+    status, out, _ = run("--pytorch", main_checkout, "--branch", "norm", "--check")
+    assert status == 0 and "branch norm is there already" in out
+    status, _, err = run("--pytorch", main_checkout, "--base", "2.14")
+    assert status == 1 and "2.14: aten/src/ATen/native/group_norm.cpp" in err
+    for arguments in (["--pytorch", main_checkout, "--base", "1.0"], []):
+        with pytest.raises(SystemExit):
+            run(*arguments)
+
+
+def test_command_checks_by_itself():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "stage_upstream.py"), "--check"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [f"base {b}" for b in BASES]
+
+
+def test_text_of_the_pull_request(base):
+    text = stage_upstream.pull_request(base)
+    results = stage_upstream.render_readme.RESULTS
+    rows = json.loads((results / f"{stage_upstream.AFTER}.json").read_text())["rows"]
+    stock = json.loads((results / f"{stage_upstream.BEFORE}.json").read_text())["rows"]
+    table = [line for line in text.splitlines() if line.startswith("| ") and "float" in line]
+    assert len(table) == len(rows) == len(stock)
+    for line, row, old in zip(table, rows, stock, strict=True):
+        assert line.startswith(f"| {'x'.join(map(str, row['shape']))} | {row['dtype']} |")
+        ratio = old["fwd_bwd"]["stock_2_15"] / row["fwd_bwd"]["gn_override"]
+        assert line.endswith(f" {ratio:.2f}x |")
+    assert "{{" not in text and "<!--" not in text
+    assert ("#111824" in text) == (base == "2.14")
+
+
+def test_results_of_other_cases_make_no_table():
+    row = {"name": "a", "dtype": "float32", "fwd": {}, "fwd_bwd": {}}
+    with pytest.raises(ValueError, match="not of the same cases"):
+        kernel_table.before_after([row], [row | {"name": "b"}])
+
+
+# --- the glue, without building PyTorch ------------------------------------------------------
+
+needs_nvcc = pytest.mark.skipif(
+    torch.version.cuda is None or verify.find_nvcc() is None or platform.machine() != "x86_64",
+    reason="compiling needs nvcc, a torch with CUDA, and x86-64",
+)
+
+
+@pytest.fixture(scope="session")
+def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rendered files and aten_patch as a library that installs them behind the stubs."""
+    from torch.utils.cpp_extension import include_paths
+
+    folder = tmp_path_factory.mktemp("stub")
+    tree = upstream.skeleton(CHANGE, "main")
+    architecture = "sm_90"
+    if torch.cuda.is_available():
+        architecture = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    commits = upstream.render(CHANGE, "main", tree.get)
+    objects = verify.compile_units(commits, folder, [f"-arch={architecture}", "-O2"])
+    library = folder / "stub.so"
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    subprocess.run(
+        [
+            verify.find_nvcc(),
+            "-std=c++20",
+            "-shared",
+            "-cudart=shared",
+            "-Xcompiler=-fPIC",
+            # As PyTorch was built: the signature of what a stub asks depends on them.
+            "-DHAVE_AVX2_CPU_DEFINITION",
+            "-DHAVE_AVX512_CPU_DEFINITION",
+            f"-I{folder / 'aten/src'}",
+            *(f"-I{path}" for path in include_paths()),
+            str(ROOT / "tests" / "upstream_stub.cpp"),
+            *map(str, objects),
+            f"-L{torch_libraries}",
+            *(f"-l{name}" for name in ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda")),
+            "-o",
+            str(library),
+        ],
+        check=True,
+    )
+    return library
+
+
+@needs_nvcc
+def test_glue_compiles_and_links(stub_library):
+    """Against the headers and libraries of the installed torch; every symbol is found."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.ops.load_library({str(stub_library)!r})"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.cuda
+@needs_nvcc
+def test_glue_agrees_with_stock_through_the_stubs(stub_library):
+    """In a process of its own: what is behind the stubs cannot be asked for and put back."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "upstream_parity.py"), str(stub_library)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_cases_for_test_nn_pass_on_our_kernels(device, tmp_path):
+    """The semantics that the cases ask for are those of the override: on a CPU as well."""
+    text = (ROOT / "aten_patch/test/test_nn.py").read_text()
+    if device == "cpu":
+        text = text.replace("    @onlyCUDA\n", "")
+    file = tmp_path / "cases.py"
+    file.write_text(f"import gn_override\n{text}")
+    done = subprocess.run(
+        [sys.executable, str(file), "-k", device.upper()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(re.findall(r"^Ran (\d+) tests", done.stderr, re.MULTILINE)[0]) >= 15

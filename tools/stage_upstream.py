@@ -1,0 +1,199 @@
+"""Stage the kernels as a branch of a PyTorch checkout, ready to be read by PyTorch's reviewers.
+
+    python tools/stage_upstream.py --pytorch CHECKOUT [--branch NAME]
+    python tools/stage_upstream.py --pytorch CHECKOUT --dry-run   # says what it would do
+    python tools/stage_upstream.py --pytorch CHECKOUT --check     # fails unless that is there
+    python tools/stage_upstream.py --check                        # on checkouts made up for it
+
+The branch starts at the commit that is checked out; the checkout's files and index are not touched.
+What is staged is described by codegen/group_norm.yaml under `upstream`, and verified before any of
+it is written: operator definitions, launch checks, format; with --compile, also by nvcc. The text
+of the pull request is put beside the branch, in the repository's git folder. The same checkout
+gives the same commits, so a second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import kernel_table
+import render_readme
+
+sys.path.append(str(render_readme.ROOT))
+from codegen import model, upstream, verify
+from codegen.checkout import Checkout
+from codegen.upstream import Rendered, StagingError
+
+BRANCH = "channels-last-group-norm"
+TEMPLATE = render_readme.ROOT / "aten_patch" / "PR.md"
+
+# Results before and after the change.
+BEFORE, AFTER = "stock-2.15-h200", "kernels-h200"
+
+
+def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
+    """The text of the pull request, with the measured tables."""
+    before, after = (json.loads((results / f"{name}.json").read_text()) for name in (BEFORE, AFTER))
+    values = {
+        "before and after": kernel_table.before_after(before["rows"], after["rows"]).strip(),
+        f"source of {AFTER}": render_readme.source(after).strip(),
+        f"source of {BEFORE}": f"{before['gpu']}, CUDA {before['cuda']}: {before['what']}",
+    }
+    for what in kernel_table.DIRECTIONS:
+        values[f"before, {what}"] = kernel_table.over_copy(before["rows"], what, "stock_2_15")
+        values[f"after, {what}"] = kernel_table.over_copy(after["rows"], what, kernel_table.OURS)
+    text = re.sub(
+        r"<!-- base: .*?<!-- end base -->\n",
+        lambda block: dict(
+            re.findall(r"<!-- base: (\S+) -->\n(.*?)(?=<!-- )", block[0], re.DOTALL)
+        )[base],
+        TEMPLATE.read_text(),
+        flags=re.DOTALL,
+    )
+    return re.sub(r"\{\{(.*?)\}\}", lambda match: values[match[1]], text)
+
+
+def stage(
+    folder: Path,
+    branch: str = BRANCH,
+    base: str = "auto",
+    allow_dirty: bool = False,
+    dry_run: bool = False,
+    check: bool = False,
+    compiled: bool = False,
+) -> list[str]:
+    """Stages onto a checkout and returns lines that say what was done.
+
+    Raises StagingError, and leaves the checkout as it was, where anything does not fit; with
+    ``check``, also where the branch is not there yet or holds something else.
+    """
+    change = model.load().upstream
+    assert change is not None
+    checkout = Checkout(folder)
+    changes = checkout.changes()
+    if changes and not allow_dirty:
+        raise StagingError(
+            f"{folder} has uncommitted changes, which the branch would not have: "
+            f"{', '.join(changes[:5])}\n  commit them, or pass --allow-dirty"
+        )
+    if base == "auto":
+        base = upstream.recognise(change, checkout.read)
+    commits = upstream.render(change, base, checkout.read)
+    notes = verify.verify(commits, checkout.read)
+    if compiled:
+        with tempfile.TemporaryDirectory() as objects:
+            verify.compile_units(commits, Path(objects), ["-arch=sm_90"])
+    lines = [f"base {base}, at {checkout.base[:12]}"]
+    lines += [f"not checked: {note}" for note in notes]
+    lines += [line for commit in commits for line in _describe(commit)]
+    if dry_run:
+        return lines
+    last = checkout.write(commits)
+    present = checkout.branch(branch)
+    text = pull_request(base)
+    page = checkout.path_in_repository(f"{branch.replace('/', '-')}.md")
+    same = present == last and page.is_file() and page.read_text() == text
+    if check and not same:
+        raise StagingError(f"{folder}: branch {branch} is not what would be staged")
+    if present not in (None, last):
+        raise StagingError(
+            f"branch {branch} is there and holds something else\n"
+            f"  name another with --branch, or delete it: git branch -D {branch}"
+        )
+    if not same:
+        if present is None:
+            checkout.create_branch(branch, last)
+        page.write_text(text)
+    state = "is there already" if same else "is ready"
+    return [*lines, f"branch {branch} {state}, at {last[:12]}; the pull request's text: {page}"]
+
+
+def _describe(commit: Rendered) -> list[str]:
+    return [commit.title, *(f"    {path}" for path in commit.files)]
+
+
+def make_up_checkout(folder: Path, base: str) -> None:
+    """A git repository with the least that a base needs: the operator definitions of the installed
+    torch, and of each file that is edited the texts that its edits look for."""
+    change = model.load().upstream
+    assert change is not None
+    installed = model.installed_torch()
+    files = {
+        verify.NATIVE_FUNCTIONS: installed.native_functions_yaml.read_text(),
+        verify.TAGS: installed.tags_yaml.read_text(),
+        verify.DERIVATIVES: installed.derivatives_yaml.read_text(),
+    }
+    for path, text in (files | upstream.skeleton(change, base)).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    for command in (
+        ["init", "--quiet"],
+        ["config", "user.name", "nobody"],
+        ["config", "user.email", "nobody@example.com"],
+        ["add", "--all"],
+        ["commit", "--quiet", "--message", f"A checkout with the anchors of {base}"],
+    ):
+        subprocess.run(["git", "-C", str(folder), *command], check=True)
+
+
+def check_made_up() -> list[str]:
+    """Stages onto a made-up checkout of every base, twice."""
+    change = model.load().upstream
+    assert change is not None
+    lines = []
+    for base in change.bases:
+        with tempfile.TemporaryDirectory() as folder:
+            make_up_checkout(Path(folder), base)
+            stage(Path(folder))
+            lines += stage(Path(folder), check=True)[:1]
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--pytorch", type=Path, help="a git checkout of PyTorch")
+    parser.add_argument("--branch", default=BRANCH, help="name of the branch")
+    parser.add_argument("--base", default="auto", help="PyTorch version of the checkout")
+    parser.add_argument("--allow-dirty", action="store_true", help="ignore uncommitted changes")
+    parser.add_argument("--dry-run", action="store_true", help="verify and say what it would do")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail on a difference")
+    parser.add_argument("--compile", action="store_true", help="also compile for sm_90, with nvcc")
+    options = parser.parse_args(argv)
+    if options.pytorch is None and not options.check:
+        parser.error("--pytorch CHECKOUT is needed, except for --check")
+    try:
+        change = model.load().upstream
+        assert change is not None
+        if options.base not in ("auto", *change.bases):
+            parser.error(f"--base: auto, {', '.join(change.bases)}")
+        if options.pytorch is None:
+            lines = check_made_up()
+        else:
+            lines = stage(
+                options.pytorch,
+                options.branch,
+                options.base,
+                options.allow_dirty,
+                options.dry_run,
+                options.check,
+                options.compile,
+            )
+    except (StagingError, model.CodegenError) as error:
+        print(f"stage_upstream: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
