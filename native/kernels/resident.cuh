@@ -33,6 +33,7 @@ struct Waves {
   int count;
   int samples; // of a wave
   FastDivisor places; // of a thread's ring
+  int cached; // pixels of a thread, see Retention
 };
 
 // A parameter's place in shared memory: neighbouring columns read neighbouring
@@ -163,13 +164,15 @@ __global__ void __launch_bounds__(
       waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
-  const auto copy_from = [&](int64_t from) {
+  const Retention<kWholeChip> retention(
+      ring.count, kPixels * waves.places.divisor(), waves.cached);
+  const auto copy_from = [&](int64_t from, bool second = false) {
     return [=, &slab](int first, int place, auto pixels) {
       const T* pixel = X + from + first * step;
       auto* to = slab.at(place);
 #pragma unroll
       for (int i = 0; i < decltype(pixels)::value; ++i) {
-        copy_async(to, pixel);
+        retention.copy(to, pixel, first, second);
         pixel += step;
         to += blockDim.x;
       }
@@ -257,7 +260,7 @@ __global__ void __launch_bounds__(
           });
       ring.write(
           next_exists,
-          copy_from(offset),
+          copy_from(offset, true),
           copy_from(next_offset),
           [&](int first, int place, auto pixels) {
             Vector<T, kVector> pixel[decltype(pixels)::value];
@@ -344,7 +347,9 @@ __global__ void __launch_bounds__(
       waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   int64_t offset = at.offset(shape);
-  const auto copy_from = [&](int64_t from) {
+  const Retention<kWholeChip> retention(
+      ring.count, kPixels * waves.places.divisor(), waves.cached);
+  const auto copy_from = [&](int64_t from, bool second = false) {
     return [=, &slab_dY, &slab_X](int first, int place, auto pixels) {
       const T* dy = dY + from + first * step;
       const T* x = X + from + first * step;
@@ -352,8 +357,8 @@ __global__ void __launch_bounds__(
       auto* to_X = slab_X.at(place);
 #pragma unroll
       for (int i = 0; i < decltype(pixels)::value; ++i) {
-        copy_async(to_dY, dy);
-        copy_async(to_X, x);
+        retention.copy(to_dY, dy, first, second);
+        retention.copy(to_X, x, first, second);
         dy += step;
         x += step;
         to_dY += blockDim.x;
@@ -508,7 +513,7 @@ __global__ void __launch_bounds__(
           });
       ring.write(
           next_exists,
-          copy_from(offset),
+          copy_from(offset, true),
           copy_from(next_offset),
           [&](int first, int place, auto pixels) {
             if (dX == nullptr) {

@@ -67,6 +67,34 @@ struct Slab {
   }
 };
 
+// What the L2 cache shall keep of a thread's pixels: the `cached` before the
+// last `kept`, which stay in shared memory. None: all are alike.
+template <bool kWholeChip>
+struct Retention {
+  uint64_t once;
+  uint64_t again;
+  int first;
+  int last;
+
+  __device__ Retention(int pixels, int kept, int cached)
+      : once(cache_policy(cached > 0 ? Eviction::kFirst : Eviction::kNormal)),
+        again(cache_policy(cached > 0 ? Eviction::kLast : Eviction::kNormal)),
+        first(pixels - kept - cached),
+        last(pixels - kept) {}
+
+  // Copies pixel i, for the first time or the second.
+  template <typename T, int kVector>
+  __device__ void
+  copy(Vector<T, kVector>* shared, const T* global, int i, bool second) const {
+    if constexpr (kWholeChip) {
+      const bool keep = !second && i >= first && i < last;
+      copy_async(shared, global, keep ? again : once);
+    } else {
+      copy_async(shared, global); // once
+    }
+  }
+};
+
 // A thread's pixels pass through its part of the slab in batches of kPixels,
 // each of which has a place there; a place is used again once its batch has
 // been. read() takes them in order; then write() takes them from the last to

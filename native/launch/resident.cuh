@@ -42,7 +42,8 @@ inline ResidentLaunch resident_launch(
       {static_cast<int>((problem.N + samples - 1) / samples),
        static_cast<int>(samples),
        FastDivisor(
-           static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch))},
+           static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch)),
+       static_cast<int>(plan.pixels_cached)},
       1 / static_cast<double>(problem.HxW * problem.D())};
 }
 

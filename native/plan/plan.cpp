@@ -144,6 +144,7 @@ std::string to_string(const Plan& plan) {
   if (plan.scheme == Scheme::kCooperative) {
     field("samples_per_wave", plan.samples_per_wave);
     field("pixels_kept", plan.pixels_kept);
+    field("pixels_cached", plan.pixels_cached);
   }
   if (plan.scheme == Scheme::kChannelsLastCPU) {
     field("splits", plan.splits);

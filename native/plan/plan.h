@@ -32,9 +32,11 @@ struct Plan {
   int threads = 0; // of a block: rows * columns in whole warps
   int64_t shared_bytes = 0; // dynamic, of a block
   // The schemes that keep X on chip: a thread has room for `pixels_kept` of its
-  // pixels; cooperative: of `samples_per_wave` samples at a time.
+  // pixels; cooperative: of `samples_per_wave` samples at a time, and the L2
+  // cache shall hold the `pixels_cached` that were read before those.
   int64_t samples_per_wave = 0;
   int64_t pixels_kept = 0;
+  int64_t pixels_cached = 0;
 
   // CPU, which cuts samples into `splits` runs of `pixels_per_split` too.
   int fold = 1; // pixels that are read as one row
