@@ -129,6 +129,13 @@ def test_hooks_are_behind_the_stubs(main_checkout):
     assert "#include <ATen/native/cuda/group_norm_channels_last.h>\n" in text
 
 
+def test_cases_stand_apart():
+    text = rendered("main")["test/test_nn.py"]
+    assert "\n\n    def test_GroupNorm_empty(" in text and "\n\n\n" not in text
+    assert text.count("    def test_GroupNorm_channels_last") >= 6
+    assert "instantiate_device_type_tests" not in text
+
+
 def test_older_kernels_get_no_channels_last_tensors(base):
     """Until 2.14 they take NCHW tensors: what the new ones leave is converted."""
     text = rendered(base)[KERNEL]
