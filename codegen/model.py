@@ -15,7 +15,6 @@ from torchgen.gen import parse_native_yaml
 from torchgen.model import FunctionSchema, NativeFunction
 from torchgen.yaml_utils import YamlLoader
 
-ROOT = Path(__file__).parent.parent
 SOURCE = Path(__file__).parent / "group_norm.yaml"
 
 BACKENDS = ("CPU", "CUDA")
@@ -65,17 +64,26 @@ class Sign:
 
 
 @dataclass(frozen=True)
+class Excerpt:
+    """What stands in a file of this repository between two texts that are there exactly once."""
+
+    source: str
+    after: str
+    before: str
+
+
+@dataclass(frozen=True)
 class Edit:
     """A change of one place of a file.
 
     From ``anchor``, which is there exactly once, to the end of the next ``until`` (of the anchor
-    itself where that is empty) stands ``text`` afterwards.
+    itself where that is empty) stands ``text`` afterwards; or an excerpt, and then the anchor.
     """
 
     file: str
     anchor: str
     until: str
-    text: str
+    text: str | Excerpt
     why: str
 
 
@@ -331,7 +339,6 @@ class _Loader:
 
     def addition(self, entry: Any, where: str) -> Addition:
         self.fields(entry, where, {"path": str, "from": str}, optional={"edit": list})
-        self.read(entry["from"], where)
         edits = self.edits(entry.get("edit", ()), where, {})
         return Addition(entry["path"], entry["from"], edits)
 
@@ -359,11 +366,7 @@ class _Loader:
                 required | dict.fromkeys(("anchor", "why", "from", "after", "before"), str),
                 optional={"until": str},
             )
-            text = self.read(entry["from"], where)
-            for field in ("after", "before"):
-                if text.count(entry[field]) != 1:
-                    self.fail(where, f"'{field}' is not there exactly once in {entry['from']}")
-            text = text.split(entry["after"])[1].split(entry["before"])[0] + entry["anchor"]
+            text: str | Excerpt = Excerpt(entry["from"], entry["after"], entry["before"])
         elif "text" in entry:
             text = entry["text"]
         else:
@@ -371,12 +374,6 @@ class _Loader:
         return Edit(
             entry.get("file", ""), entry["anchor"], entry.get("until", ""), text, entry["why"]
         )
-
-    def read(self, path: str, where: str) -> str:
-        file = ROOT / path
-        if not file.is_file():
-            self.fail(where, f"there is no file {path}")
-        return file.read_text()
 
     def fields(
         self,

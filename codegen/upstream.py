@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from codegen import model
-from codegen.model import Addition, Commit, Edit, Upstream
+from codegen.generate import ROOT
+from codegen.model import Addition, Commit, Edit, Excerpt, Upstream
 
 Read = Callable[[str], "str | None"]
 
@@ -115,12 +115,29 @@ def _edited(text: str, edit: Edit, where: str) -> str:
                 f"  edit: {edit.why}"
             )
         end = after + len(edit.until)
-    return text[:start] + edit.text + text[end:]
+    new = edit.text if isinstance(edit.text, str) else _excerpt(edit.text) + edit.anchor
+    return text[:start] + new + text[end:]
+
+
+def _excerpt(excerpt: Excerpt) -> str:
+    text = _read(excerpt.source)
+    for end in (excerpt.after, excerpt.before):
+        if text.count(end) != 1:
+            raise StagingError(f"{excerpt.source}: {end!r} is not there exactly once")
+    return text.split(excerpt.after)[1].split(excerpt.before)[0]
+
+
+def _read(source: str) -> str:
+    """The text of a file of this repository."""
+    file = ROOT / source
+    if not file.is_file():
+        raise StagingError(f"there is no file {source}")
+    return file.read_text()
 
 
 def _source(upstream: Upstream, addition: Addition) -> str:
     """The text of a new file: rendered if it comes from native/, else as it is."""
-    text = (model.ROOT / addition.source).read_text()
+    text = _read(addition.source)
     for edit in addition.edits:
         text = _edited(text, edit, addition.source)
     if not addition.source.startswith("native/"):

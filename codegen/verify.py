@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from codegen import model
+from codegen.generate import ROOT
 from codegen.upstream import Read, Rendered, StagingError
 
 NATIVE_FUNCTIONS = "aten/src/ATen/native/native_functions.yaml"
@@ -160,7 +161,7 @@ def _check_format(files: dict[str, tuple[str | None, str]]) -> list[str]:
 
 @functools.cache
 def _formatted(clang_format: str, path: str, text: str) -> str:
-    style = f"--style=file:{model.ROOT / '.clang-format'}"
+    style = f"--style=file:{ROOT / '.clang-format'}"
     done = subprocess.run(
         [clang_format, style, f"--assume-filename={path}"],
         input=text,

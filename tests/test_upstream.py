@@ -129,6 +129,13 @@ def test_hooks_are_behind_the_stubs(main_checkout):
     assert "#include <ATen/native/cuda/group_norm_channels_last.h>\n" in text
 
 
+def test_cases_stand_apart():
+    text = rendered("main")["test/test_nn.py"]
+    assert "\n\n    def test_GroupNorm_empty(" in text and "\n\n\n" not in text
+    assert text.count("    def test_GroupNorm_channels_last") >= 6
+    assert "instantiate_device_type_tests" not in text
+
+
 def test_older_kernels_get_no_channels_last_tensors(base):
     """Until 2.14 they take NCHW tensors: what the new ones leave is converted."""
     text = rendered(base)[KERNEL]
@@ -485,16 +492,10 @@ upstream:
         (", contains: here", "", "upstream, base main, sign 1: needs either 'contains' or"),
         ("body: of them", "bases: ['3.0']", "upstream, commit 1: field 'body' is missing"),
         ("    add:", "    bases: ['3.0']\n    add:", "upstream, commit 1: unknown base '3.0'"),
-        ("plan.h}", "plam.h}", "commit 1, addition 1: there is no file native/plan/plam.h"),
         ("text: there, ", "", "upstream, commit 1, edit 1: needs either 'text' or 'from'"),
         ("anchor: here", "anchor: ''", "upstream, commit 1, edit 1: the anchor is empty"),
         (", why: because", "", "upstream, commit 1, edit 1: field 'why' is missing"),
         ("file: a.cpp, anchor", "anchor", "upstream, commit 1, edit 1: field 'file' is missing"),
-        (
-            "text: there",
-            "from: README.md, after: '# gn_override', before: nowhere",
-            "upstream, commit 1, edit 1: 'before' is not there exactly once in README.md",
-        ),
     ],
 )
 def test_errors_of_the_yaml_file(tmp_path, old, new, error):
@@ -505,6 +506,26 @@ def test_errors_of_the_yaml_file(tmp_path, old, new, error):
     path.write_text(SMALL.replace(old, new, 1))
     with pytest.raises(model.CodegenError) as caught:
         model.load(path)
+    assert error in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "old, new, error",
+    [
+        ("plan.h}", "plam.h}", "there is no file native/plan/plam.h"),
+        (
+            "text: there",
+            "from: README.md, after: '# gn_override', before: nowhere",
+            "README.md: 'nowhere' is not there exactly once",
+        ),
+    ],
+)
+def test_sources_that_are_not_there(tmp_path, old, new, error):
+    path = tmp_path / "ops.yaml"
+    assert old in SMALL
+    path.write_text(SMALL.replace(old, new, 1).replace("native/plan/plan.h", "README.md"))
+    with pytest.raises(StagingError) as caught:
+        upstream.render(model.load(path).upstream, "main", {"a.cpp": "here"}.get)
     assert error in str(caught.value)
 
 
