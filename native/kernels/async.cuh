@@ -17,17 +17,15 @@ __device__ __forceinline__ void copy_async(
 }
 
 // What the L2 cache shall do with a line: drop it before others, or after them.
-enum class Eviction { kNormal, kFirst, kLast };
+enum class Eviction { kFirst, kLast };
 
 __device__ __forceinline__ uint64_t cache_policy(Eviction eviction) {
   uint64_t policy = 0;
 #if __CUDA_ARCH__ >= 800
   if (eviction == Eviction::kFirst) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-  } else if (eviction == Eviction::kLast) {
-    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
   } else {
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
   }
 #endif
   return policy;

@@ -68,17 +68,19 @@ struct Slab {
 };
 
 // What the L2 cache shall keep of a thread's pixels: the `cached` before the
-// last `kept`, which stay in shared memory. None: all are alike.
+// last `kept`, which stay in shared memory. None: it is left alone.
 template <bool kWholeChip>
 struct Retention {
+  bool leads; // the cache
   uint64_t once;
   uint64_t again;
   int first;
   int last;
 
   __device__ Retention(int pixels, int kept, int cached)
-      : once(cache_policy(cached > 0 ? Eviction::kFirst : Eviction::kNormal)),
-        again(cache_policy(cached > 0 ? Eviction::kLast : Eviction::kNormal)),
+      : leads(cached > 0),
+        once(cache_policy(Eviction::kFirst)),
+        again(cache_policy(Eviction::kLast)),
         first(pixels - kept - cached),
         last(pixels - kept) {}
 
@@ -86,11 +88,11 @@ struct Retention {
   template <typename T, int kVector>
   __device__ void
   copy(Vector<T, kVector>* shared, const T* global, int i, bool second) const {
-    if constexpr (kWholeChip) {
+    if (!kWholeChip || !leads) {
+      copy_async(shared, global);
+    } else {
       const bool keep = !second && i >= first && i < last;
       copy_async(shared, global, keep ? again : once);
-    } else {
-      copy_async(shared, global); // once
     }
   }
 };

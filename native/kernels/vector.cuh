@@ -234,7 +234,7 @@ __device__ __forceinline__ double reciprocal(double value) {
 }
 
 __device__ __forceinline__ float reciprocal_sqrt(float value) {
-  return rsqrtf(value);
+  return __frsqrt_rn(value);
 }
 
 __device__ __forceinline__ double reciprocal_sqrt(double value) {
