@@ -39,10 +39,11 @@ struct GradientSums {
         Acc batch_db = 0;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
-          const Acc value = widen(x[i].channel[j]);
-          const Acc centred = value - mean[j];
-          const Acc g = dZ_of(j, value, centred, widen(dy[i].channel[j]));
-          batch_ds = i == 0 ? g * centred : batch_ds + g * centred;
+          const Acc dy_j = widen(dy[i].channel[j]);
+          const Acc x_j = widen(x[i].channel[j]);
+          const Acc g = dZ_of(j, x_j, x_j - mean[j], dy_j);
+          const Acc weighted = g * (x_j - mean[j]);
+          batch_ds = i == 0 ? weighted : batch_ds + weighted;
           batch_db = i == 0 ? g : batch_db + g;
         }
         ds[j] += batch_ds;
