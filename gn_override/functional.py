@@ -21,8 +21,9 @@ def group_norm(
 
     The norm is not rounded before the activation, and backward computes it again from the input:
     nothing is saved but the input, mean, rstd, weight and bias. An NCHW input goes to PyTorch's own
-    norm and activation, and so does every input while the override is off, and what
-    ``torch.export`` traces: the program runs without this package.
+    norm and activation, and so does every input while the override is off. ``torch.compile`` sees
+    these two as well, and Inductor fuses them as it does in other programs; what ``torch.export``
+    makes of them runs without this package.
 
     Args:
         input: [N, C, *spatial], any dtype that F.group_norm takes.
@@ -42,8 +43,8 @@ def group_norm(
     if (
         activation == "identity"
         or input.is_contiguous()
-        or torch.compiler.is_exporting()
-        or not (torch.compiler.is_compiling() or torch.ops.gn_override.is_enabled())
+        or torch.compiler.is_compiling()
+        or not torch.ops.gn_override.is_enabled()
         # What F.group_norm refuses before it calls an operator is among these.
         or input.dim() < 2
         or num_groups <= 0
