@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explain.add_argument("--dtype", default="float32", help="fp32, fp64, fp16 or bf16")
     explain.add_argument("--param-dtype", help="of weight and bias; default: --dtype")
     explain.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if any")
+    explain.add_argument("--activation", default="identity", help="fused with the norm: silu, ...")
     explain.add_argument("--backward", action="store_true", help="the backward of the call")
     explain.add_argument(
         "--layout", choices=("channels_last", "contiguous"), default="channels_last"
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 dtype=dtype,
                 param_dtype=_explain.parse_dtype(options.param_dtype or options.dtype),
                 channels_last=options.layout == "channels_last",
+                activation=options.activation,
                 backward=options.backward,
                 measure_copy=True,
             )

@@ -111,6 +111,7 @@ def explain(
     input: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    activation: str = "identity",
     backward: bool = False,
     measure_copy: bool = False,
 ) -> Explanation:
@@ -125,6 +126,8 @@ def explain(
         input: with a module, its input [N, C, ...].
         weight: with a tensor, gamma [C] or None.
         bias: with a tensor, beta [C] or None.
+        activation: "relu", "silu", "gelu" or "gelu_tanh" explains the operator that is fused with
+            it, group_norm_act; "identity" the plain norm.
         backward: explain the backward of the call (to input, weight and bias; the incoming
             gradient is taken to have the input's layout) instead of the forward.
         measure_copy: time a copy of 64 MiB on the device (a few milliseconds, 128 MiB of memory,
@@ -132,7 +135,7 @@ def explain(
 
     Raises:
         TypeError: arguments that fit neither form.
-        ValueError: a device that is neither CPU nor CUDA.
+        ValueError: a device that is neither CPU nor CUDA; an unknown activation.
     """
     if isinstance(input_or_module, nn.GroupNorm):
         if input is None or num_groups is not None or weight is not None or bias is not None:
@@ -155,7 +158,9 @@ def explain(
         weight = weight if weight is None else weight.float()
         bias = bias if bias is None else bias.float()
 
-    answer = json.loads(torch.ops.gn_override.explain(x, weight, bias, num_groups, backward))
+    answer = json.loads(
+        torch.ops.gn_override.explain(x, weight, bias, num_groups, backward, activation)
+    )
     if x.is_cuda and "cuda" not in _library.build_info()["backends"]:
         answer["declined_by_binding"] = "gn_override was built without its CUDA backend"
     # A declined call has not become a Problem, so the binding has no text for it.
@@ -178,6 +183,7 @@ def explain_shape(
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
     channels_last: bool = True,
+    activation: str = "identity",
     backward: bool = False,
     measure_copy: bool = False,
 ) -> Explanation:
@@ -190,11 +196,12 @@ def explain_shape(
         dtype: of the input; float32, float64, float16 or bfloat16.
         param_dtype: of weight and bias; the input's (default), or float32 with half precision.
         channels_last: [N, ..., C] order in memory, or [N, C, ...].
+        activation: as for explain().
         backward: explain the backward instead of the forward.
         measure_copy: as for explain().
 
     Raises:
-        ValueError: a shape, number of groups, dtype or device outside the above.
+        ValueError: a shape, number of groups, dtype, device or activation outside the above.
     """
     param_dtype = param_dtype or dtype
     if device not in ("cpu", "cuda"):
@@ -225,6 +232,7 @@ def explain_shape(
             # A tensor that is dense in both orders counts as NCHW.
             channels_last and HxW > 1 and C > 1,
             16,
+            activation,
         )
     )
     return _explanation(

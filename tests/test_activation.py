@@ -45,6 +45,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import gn_override
+from gn_override._explain import explain_shape
 
 FORWARD = "group_norm_act"
 BACKWARD = "group_norm_act_backward"
@@ -551,6 +552,19 @@ def test_compile(device, dynamic, layout, activation):
     for eager, ours in zip(*results, strict=True):
         assert torch.equal(eager, ours)
         assert eager.stride() == ours.stride()
+
+
+def test_explain():
+    """The answer is of the problem that the operator has, which names the activation."""
+    i = make_inputs(FEW[0], "cpu", torch.float32)
+    arguments = {"weight": i.gamma, "bias": i.beta}
+    answer = gn_override.explain(i.X, i.groups, activation="gelu_tanh", **arguments)
+    assert answer.served and "gelu_tanh" in answer.problem
+    assert "identity" not in gn_override.explain(i.X, i.groups, **arguments).problem
+    shape = explain_shape(FEW[0].shape, FEW[0].G, activation="silu", backward=True, device="cuda")
+    assert "silu" in shape.problem
+    with pytest.raises(ValueError, match="activation must be one of identity, relu"):
+        gn_override.explain(i.X, i.groups, activation="swish")
 
 
 # --- the bound can fail -----------------------------------------------------------------------

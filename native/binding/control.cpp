@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "native/binding/activation.h"
 #include "native/binding/classify.h"
 #include "native/binding/devices.h"
 #include "native/binding/state.h"
@@ -112,7 +113,9 @@ std::string explain_tensor(
     const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias,
     int64_t num_groups,
-    bool backward) {
+    bool backward,
+    std::string_view activation) {
+  const Activation kind = parse_activation(activation);
   TORCH_CHECK_VALUE(
       input.dim() >= 2,
       "gn_override: input must have at least 2 dimensions, got " +
@@ -129,6 +132,7 @@ std::string explain_tensor(
     if (call.declined == nullptr) {
       call.problem.direction =
           backward ? Direction::kBackward : Direction::kForward;
+      call.problem.activation = kind;
       const c10::OptionalDeviceGuard guard(input.device());
       const PlanningDevice planning = planning_device(call.problem.device);
       return explain_on(call.problem, planning.device, planning.name);
@@ -148,7 +152,8 @@ std::string explain_shape(
     std::string dtype,
     std::string param_dtype,
     bool channels_last,
-    int64_t alignment) {
+    int64_t alignment,
+    std::string_view activation) {
   TORCH_CHECK_VALUE(
       device == "cpu" || device == "cuda",
       "gn_override: device must be cpu or cuda, got " + device);
@@ -175,6 +180,7 @@ std::string explain_shape(
   problem.C = C;
   problem.HxW = HxW;
   problem.G = num_groups;
+  problem.activation = parse_activation(activation);
   problem.channels_last = channels_last && C > 1 && HxW > 1;
   problem.alignment =
       static_cast<int>(std::max<int64_t>(alignment, size_of(problem.dtype)));
@@ -234,12 +240,12 @@ TORCH_LIBRARY(gn_override, m) {
   m.def("reset_counters() -> ()", reset_counters);
   m.def(
       "explain(Tensor input, Tensor? weight, Tensor? bias, int num_groups, "
-      "bool backward) -> str",
+      "bool backward, str activation=\"identity\") -> str",
       explain_tensor);
   m.def(
       "explain_shape(str device, bool backward, int N, int C, int HxW, "
       "int num_groups, str dtype, str param_dtype, bool channels_last, "
-      "int alignment) -> str",
+      "int alignment, str activation=\"identity\") -> str",
       explain_shape);
   m.def("build_info() -> str", build_info);
 #if GN_OVERRIDE_WITH_CUDA

@@ -194,31 +194,37 @@ struct NoDifferentiation {
 };
 
 // The map X -> Z of a channel: scale = rstd gamma, and shift = beta, less scale
-// mean where that is folded in. read(gamma, beta) fills in those of a thread's
-// channels.
+// mean where that is folded in.
+template <typename T, typename Acc>
+__device__ __forceinline__ Pair<Acc>
+channel_map(Acc mean, Acc rstd, Acc gamma, Acc beta) {
+  const Acc scale = gamma * rstd;
+  return {scale, kFoldsMean<T> ? beta - mean * scale : beta};
+}
+
+// Those of a thread's channels.
 template <typename T, int kVector>
 struct ChannelMaps {
   using Acc = Accumulator<T>;
-  Acc scale[kVector];
-  Acc shift[kVector];
+  Pair<Acc> maps[kVector];
 
+  // read(gamma, beta) fills in those of the channels.
   template <typename Read>
   __device__ ChannelMaps(
       const Acc (&mean)[kVector],
       const Acc (&rstd)[kVector],
       Read read) {
-    read(scale, shift);
+    Acc gamma[kVector];
+    Acc beta[kVector];
+    read(gamma, beta);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      scale[j] *= rstd[j];
-      if constexpr (kFoldsMean<T>) {
-        shift[j] -= mean[j] * scale[j];
-      }
+      maps[j] = channel_map<T>(mean[j], rstd[j], gamma[j], beta[j]);
     }
   }
 
   __device__ Pair<Acc> operator()(int j) const {
-    return {scale[j], shift[j]};
+    return maps[j];
   }
 };
 

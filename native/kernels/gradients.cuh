@@ -41,10 +41,10 @@ struct GradientSums {
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
           if (i < valid) {
-            const Acc value = widen(x[i].channel[j]);
-            const Acc centred = value - mean[j];
-            const Acc g = dZ_of(j, value, centred, widen(dy[i].channel[j]));
-            batch_ds += g * centred;
+            const Acc dy_j = widen(dy[i].channel[j]);
+            const Acc x_j = widen(x[i].channel[j]);
+            const Acc g = dZ_of(j, x_j, x_j - mean[j], dy_j);
+            batch_ds += g * (x_j - mean[j]);
             batch_db += g;
           }
         }

@@ -326,9 +326,9 @@ __global__ void __launch_bounds__(
   auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
   auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
   auto* const biases = weights + tiling.columns.divisor() * kVector;
-  // A place more than channels, so that columns start at different banks.
-  auto* const maps = reinterpret_cast<Pair<Acc>*>(shared + layout.maps) +
-      at.column * (kVector + 1);
+  // A column has a place to spare, so that columns start at different banks.
+  auto* const maps = reinterpret_cast<Pair<Acc>*>(shared + layout.maps);
+  const auto* const own_maps = maps + at.column * (kVector + 1);
   auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
   auto exchange =
       exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
@@ -366,9 +366,6 @@ __global__ void __launch_bounds__(
     };
   };
   ring.begin(copy_from(offset));
-  const auto own_place = [&](int j) {
-    return j * tiling.columns.divisor() + at.column;
-  };
   gammas.store([&](int c, Acc value) {
     weights[parameter_place<kVector>(tiling, c)] = value;
   });
@@ -387,28 +384,19 @@ __global__ void __launch_bounds__(
       return moments[group - item.first_group];
     };
     if constexpr (kFused) {
-      if (at.active && at.row == 0 && exists) {
-        Acc mean[kVector];
-        Acc rstd[kVector];
-        read_moments(shape, at.channel, moments_of, mean, rstd);
-        const ChannelMaps<T, kVector> own(
-            mean, rstd, [&](Acc(&weight)[kVector], Acc(&bias)[kVector]) {
-#pragma unroll
-              for (int j = 0; j < kVector; ++j) {
-                weight[j] = weights[own_place(j)];
-                bias[j] = biases[own_place(j)];
-              }
-            });
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          maps[j] = own(j);
-        }
+      const int count = exists ? item.channels : 0;
+      for (int c = threadIdx.x; c < count; c += blockDim.x) {
+        const Pair<Acc> moment =
+            moments_of(shape.D.quotient(item.first_channel + c));
+        const int place = parameter_place<kVector>(tiling, c);
+        maps[c / kVector * (kVector + 1) + c % kVector] = channel_map<T>(
+            moment.first, moment.second, weights[place], biases[place]);
       }
       __syncthreads();
     }
     // The maps stay in shared memory: there are no registers left for them.
     const auto differentiation = differentiation_of<kFused, T>(
-        activation, [&](int j) { return maps[j]; });
+        activation, [&](int j) { return own_maps[j]; });
 
     GradientSums<T, kVector> of_thread;
     if (at.active && exists) {
@@ -504,7 +492,7 @@ __global__ void __launch_bounds__(
           [&](Acc(&weight)[kVector]) {
 #pragma unroll
             for (int j = 0; j < kVector; ++j) {
-              weight[j] = weights[own_place(j)];
+              weight[j] = weights[j * tiling.columns.divisor() + at.column];
             }
           },
           moments_of,
