@@ -176,11 +176,27 @@ def test_module_takes_what_stocks_takes() -> None:
 
 
 def test_unknown_activation() -> None:
-    valid = "identity, relu, silu, gelu, gelu_tanh"
-    with pytest.raises(ValueError, match=f"'swish'.*{valid}"):
-        gn_override.functional.group_norm(image(), 4, activation="swish")
-    with pytest.raises(ValueError, match=f"'mish'.*{valid}"):
-        gn_override.nn.GroupNorm(4, 8, activation="mish")
+    """What the operator itself raises."""
+    calls_with = (
+        lambda name: torch.ops.gn_override.group_norm_act(image(), 4, activation=name),
+        lambda name: gn_override.functional.group_norm(image(), 4, activation=name),
+        lambda name: gn_override.nn.GroupNorm(4, 8, activation=name),
+    )
+    valid = "one of identity, relu, silu, gelu, gelu_tanh"
+    for call in calls_with:
+        with pytest.raises(
+            ValueError, match=f'^gn_override: activation must be {valid}, got "mish"'
+        ):
+            call("mish")
+
+
+def test_explain_knows_the_modules_activation() -> None:
+    module = gn_override.nn.GroupNorm(4, 8, activation="silu")
+    expected = gn_override.explain(
+        image(), 4, weight=module.weight, bias=module.bias, activation="silu"
+    )
+    assert "silu" in str(expected)
+    assert str(gn_override.explain(module, input=image())) == str(expected)
 
 
 @pytest.mark.parametrize(
