@@ -42,7 +42,7 @@ _NAMES: dict[Any, str] = {
 
 
 def check(activation: str) -> None:
-    """Raises what the operators raise for an unknown activation: ValueError, with the valid ones."""
+    """Raises what the operators raise for an unknown activation: ValueError that lists them."""
     if activation not in STOCK:
         valid = ", ".join(STOCK)
         raise ValueError(f'gn_override: activation must be one of {valid}, got "{activation}"')
