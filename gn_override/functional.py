@@ -8,6 +8,10 @@ from torch import Tensor
 
 from gn_override import _activations
 
+# Looked up once: a call is a few microseconds.
+_is_enabled = torch.ops.gn_override.is_enabled.default
+_group_norm_act = torch.ops.gn_override.group_norm_act.default
+
 
 def group_norm(
     input: Tensor,
@@ -44,14 +48,12 @@ def group_norm(
         activation == "identity"
         or input.is_contiguous()
         or torch.compiler.is_compiling()
-        or not torch.ops.gn_override.is_enabled()
+        or not _is_enabled()
         # What F.group_norm refuses before it calls an operator is among these.
         or input.dim() < 2
         or num_groups <= 0
         or input.numel() < 2 * num_groups
     ):
         return _activations.STOCK[activation](F.group_norm(input, num_groups, weight, bias, eps))
-    output: Tensor = torch.ops.gn_override.group_norm_act(
-        input, num_groups, weight, bias, eps, activation
-    )[0]
+    output: Tensor = _group_norm_act(input, num_groups, weight, bias, eps, activation)[0]
     return output
