@@ -42,9 +42,10 @@ _NAMES: dict[Any, str] = {
 
 
 def check(activation: str) -> None:
-    """Raises ValueError, with the valid names, for an unknown activation."""
+    """Raises what the operators raise for an unknown activation: ValueError that lists them."""
     if activation not in STOCK:
-        raise ValueError(f"unknown activation {activation!r}; one of {', '.join(STOCK)}")
+        valid = ", ".join(STOCK)
+        raise ValueError(f'gn_override: activation must be one of {valid}, got "{activation}"')
 
 
 def of_call(function: Any, /, *args: Any, **kwargs: Any) -> str | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gn_override import _library
+from gn_override.nn import GroupNorm
 
 # How often X (or something of its size) crosses the memory bus, forward and backward, by rule of
 # native/plan. A copy is 2: one read, one write. The least possible is 2 forward (X, Y) and 3
@@ -143,6 +144,8 @@ def explain(
         x = input
         num_groups = input_or_module.num_groups
         weight, bias = input_or_module.weight, input_or_module.bias
+        if isinstance(input_or_module, GroupNorm):
+            activation = input_or_module.activation
     elif isinstance(input_or_module, Tensor):
         if num_groups is None or input is not None:
             raise TypeError("with a tensor, the call is explain(tensor, num_groups, ...)")

@@ -339,9 +339,12 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _reads(definition: ast.FunctionDef, name: str) -> int:
-    """How often a variable is read or deleted anywhere in a function."""
+    """How often a variable is read, deleted or changed in place anywhere in a function."""
+    changed = [node.target for node in ast.walk(definition) if isinstance(node, ast.AugAssign)]
     return sum(
-        isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Store)
+        isinstance(node, ast.Name)
+        and node.id == name
+        and (node in changed or not isinstance(node.ctx, ast.Store))
         for node in ast.walk(definition)
     )
 

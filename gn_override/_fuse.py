@@ -203,26 +203,27 @@ def _obstacle(steps: Sequence[object]) -> str | None:
     if _has_any_global_hook():
         return "there are global hooks of modules"
     for module in steps:
-        if not isinstance(module, nn.Module):
-            continue
-        if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-        ):
-            return f"hooks on {type(module).__name__}"
-        if "forward" in module.__dict__:
-            return f"forward of {type(module).__name__} is replaced on the instance"
+        if isinstance(module, nn.Module):
+            if (
+                module._forward_hooks
+                or module._forward_pre_hooks
+                or module._backward_hooks
+                or module._backward_pre_hooks
+            ):
+                return f"hooks on {type(module).__name__}"
+            if "forward" in module.__dict__:
+                return f"forward of {type(module).__name__} is replaced on the instance"
     return None
 
 
 def _is_plain(norm: nn.Module) -> bool:
     """Whether a module is nn.GroupNorm, or computes the same."""
     kind = type(norm)
+    if kind.forward is nn.GroupNorm.forward:
+        return True
     if kind.__module__ == "timm.layers.norm" and kind.__name__ in ("GroupNorm", "GroupNorm1"):
         return not getattr(norm, "_fast_norm", True)  # the other kind has rules of its own
-    return kind.forward is nn.GroupNorm.forward
+    return False
 
 
 def _has_activation(norm: nn.Module) -> bool:

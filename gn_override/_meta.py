@@ -20,12 +20,10 @@ from torch._decomp import decomposition_table, meta_table
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode, torch_decomp_decompositions
 
-from gn_override import _library
+from gn_override import _activations, _library
 
 _FORWARD = torch.ops.aten.native_group_norm.default
 _BACKWARD = torch.ops.aten.native_group_norm_backward.default
-
-ACTIVATIONS = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float64, *_HALF)
@@ -158,10 +156,7 @@ def _sizes(
     input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, activation: str
 ) -> tuple[int, int, int]:
     """N, C and HxW; raises what the operators raise for arguments that do not fit."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f'gn_override: activation must be one of {", ".join(ACTIVATIONS)}, got "{activation}"'
-        )
+    _activations.check(activation)
     fits = input.ndim >= 2 and num_groups > 0 and input.shape[1] % num_groups == 0
     if not fits or any(
         t.ndim != 1 or t.shape[0] != input.shape[1] for t in (weight, bias) if t is not None

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from gn_override import _activations
 
+# Looked up once: a call is a few microseconds.
+_is_enabled = torch.ops.gn_override.is_enabled.default
+_group_norm_act = torch.ops.gn_override.group_norm_act.default
+
 
 def group_norm(
     input: Tensor,
@@ -21,8 +25,9 @@ def group_norm(
 
     The norm is not rounded before the activation, and backward computes it again from the input:
     nothing is saved but the input, mean, rstd, weight and bias. An NCHW input goes to PyTorch's own
-    norm and activation, and so does every input while the override is off, and what
-    ``torch.export`` traces: the program runs without this package.
+    norm and activation, and so does every input while the override is off. ``torch.compile`` sees
+    these two as well, and Inductor fuses them as it does in other programs; what ``torch.export``
+    makes of them runs without this package.
 
     Args:
         input: [N, C, *spatial], any dtype that F.group_norm takes.
@@ -42,15 +47,13 @@ def group_norm(
     if (
         activation == "identity"
         or input.is_contiguous()
-        or torch.compiler.is_exporting()
-        or not (torch.compiler.is_compiling() or torch.ops.gn_override.is_enabled())
+        or torch.compiler.is_compiling()
+        or not _is_enabled()
         # What F.group_norm refuses before it calls an operator is among these.
         or input.dim() < 2
         or num_groups <= 0
         or input.numel() < 2 * num_groups
     ):
         return _activations.STOCK[activation](F.group_norm(input, num_groups, weight, bias, eps))
-    output: Tensor = torch.ops.gn_override.group_norm_act(
-        input, num_groups, weight, bias, eps, activation
-    )[0]
+    output: Tensor = _group_norm_act(input, num_groups, weight, bias, eps, activation)[0]
     return output

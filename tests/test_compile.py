@@ -466,19 +466,22 @@ def test_pass_without_uuid() -> None:
 
 @pytest.mark.parametrize("layout", ["channels_last", "nchw"])
 def test_modules_with_an_activation(device: str, layout: str) -> None:
-    """Called by the program itself, also where Inductor compiles the other norms."""
+    """They are compiled like a norm and an activation."""
     module = gn_override.nn.GroupNorm(GROUPS, 6, activation="silu").to(device)
+    fused = nn.Sequential(nn.GroupNorm(GROUPS, 6), nn.SiLU()).to(device)
+    gn_override.fuse(fused)
     X = operands((2, 6, 7, 5), device, layout)[0]
-    expected = train(module, X)
-    for on in (True, False):
-        gn_override.set_inductor(on)
-        ours = True if layout == "channels_last" else None
-        with expect_calls(device, ours, ours, FUSED):
-            actual = train(compiled(module), X)
+    for model in (module, fused):
+        expected = train(model, X)
+        for on in (True, False):
+            gn_override.set_inductor(on)
+            ours = True if on and layout == "channels_last" else None
+            with expect_calls(device, ours, ours, FUSED):
+                actual = train(compiled(model), X)
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        with gn_override.disabled():
+            actual = train(compiled(model), X)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    with gn_override.disabled():
-        actual = train(compiled(module), X)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import calls, floor, is_channels_last, lay_out, override_off
+from reference import FUSED, calls, floor, is_channels_last, lay_out, override_off
 from torch import Tensor, nn
 
 import gn_override
 from gn_override import FusedPair, SkippedNorm
 
-FORWARD = "group_norm_act"
-BACKWARD = "group_norm_act_backward"
+FORWARD, BACKWARD = FUSED
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda z: z,
@@ -28,7 +27,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
 }
-FUSED = [name for name in ACTIVATIONS if name != "identity"]
 MODULES: dict[str, nn.Module] = {
     "relu": nn.ReLU(),
     "relu in place": nn.ReLU(inplace=True),
@@ -121,7 +119,7 @@ def test_functional(device: str, activation: str, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("activation", FUSED)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_functional_nchw(device: str, activation: str) -> None:
     """Stock's own results, and its layout."""
     X = image(device, "nchw")
@@ -178,11 +176,27 @@ def test_module_takes_what_stocks_takes() -> None:
 
 
 def test_unknown_activation() -> None:
-    valid = "identity, relu, silu, gelu, gelu_tanh"
-    with pytest.raises(ValueError, match=f"'swish'.*{valid}"):
-        gn_override.functional.group_norm(image(), 4, activation="swish")
-    with pytest.raises(ValueError, match=f"'mish'.*{valid}"):
-        gn_override.nn.GroupNorm(4, 8, activation="mish")
+    """What the operator itself raises."""
+    calls_with = (
+        lambda name: torch.ops.gn_override.group_norm_act(image(), 4, activation=name),
+        lambda name: gn_override.functional.group_norm(image(), 4, activation=name),
+        lambda name: gn_override.nn.GroupNorm(4, 8, activation=name),
+    )
+    valid = "one of identity, relu, silu, gelu, gelu_tanh"
+    for call in calls_with:
+        with pytest.raises(
+            ValueError, match=f'^gn_override: activation must be {valid}, got "mish"'
+        ):
+            call("mish")
+
+
+def test_explain_knows_the_modules_activation() -> None:
+    module = gn_override.nn.GroupNorm(4, 8, activation="silu")
+    expected = gn_override.explain(
+        image(), 4, weight=module.weight, bias=module.bias, activation="silu"
+    )
+    assert "silu" in str(expected)
+    assert str(gn_override.explain(module, input=image())) == str(expected)
 
 
 @pytest.mark.parametrize(
@@ -424,6 +438,14 @@ class SeenTwice(Calls):
         return active + normed
 
 
+class ChangedLater(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        active = self.act(normed)
+        normed += 1
+        return active
+
+
 class SeenByAHandler(Calls):
     def forward(self, x: Tensor) -> Tensor:
         h = x
@@ -499,6 +521,7 @@ def without_source() -> nn.Module:
     "build, reason",
     [
         (SeenTwice, NO_ACTIVATION),
+        (ChangedLater, NO_ACTIVATION),
         (SeenByAHandler, NO_ACTIVATION),
         (Apart, NO_ACTIVATION),
         (OtherContext, NO_ACTIVATION),
