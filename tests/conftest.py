@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.backends.cudnn.allow_tf32 = False  # networks are compared to what float32 can hold
 
 
 def why_no_cuda() -> str | None:
