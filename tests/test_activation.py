@@ -311,7 +311,7 @@ def test_functions(device, activation, dtype):
             scale = max(abs(float(r)), 0.5 if is_slope and -2 < z < 0 else least)
             # The four roundings of an argument are relative errors of its exponential.
             argument = 1.6 * abs(z) + 0.0714 * abs(z) ** 3 if activation == "gelu_tanh" else 0
-            units = 6 + 2 * argument
+            units = 8 + 2 * argument
             assert abs(a - r) <= units * ulp(scale, dtype), f"{activation}({z}): {a}, exact {r}"
 
 
@@ -322,7 +322,7 @@ def test_signs_and_ends(device, activation, dtype):
     Z = torch.tensor([0.0, 100.0, -100.0, float("nan"), inf], dtype=dtype[0], device=device)
     Y, slope = values_of(activation, Z)
     assert Y[:2].tolist() == [0, 100] and abs(float(Y[2])) < 1e-30
-    assert slope[0] == (0 if activation == "relu" else 0.5)
+    assert abs(float(slope[0]) - (0 if activation == "relu" else 0.5)) < 2**-15
     assert slope[1] == 1 and abs(float(slope[2])) < 1e-30
     assert Y[3].isnan()
     assert Y[4] == inf

@@ -103,17 +103,17 @@ template <typename T>
 __device__ __forceinline__ Gate<Accumulator<T>> normal(Accumulator<T> z) {
   using Acc = Accumulator<T>;
   constexpr Acc kDensity = static_cast<Acc>(0.398942280401432677940);
-  if constexpr (std::is_same_v<T, double>) {
-    return {::normcdf(z), kDensity * ::exp(-0.5 * z * z)};
+  // Beyond, Phi(-a) is zero; infinity would give what is not a number.
+  const Acc a = ::fmin(::fabs(z), static_cast<Acc>(sizeof(T) == 8 ? 39 : 15));
+  const Acc square = a * a;
+  Acc e = exp_of_negative<T>(square * static_cast<Acc>(-0.5));
+  if constexpr (sizeof(T) > 2) { // what rounding took from the square
+    e = ::fma(e, ::fma(a, a, -square) * static_cast<Acc>(-0.5), e);
+  }
+  if constexpr (sizeof(T) == 8) {
+    return {::normcdf(z), kDensity * e};
   } else {
     using Tail = NormalTail<T>;
-    // Beyond, Phi(-a) is zero; infinity would give what is not a number.
-    const Acc a = fminf(fabsf(z), 15.0f);
-    const Acc square = a * a;
-    Acc e = exp_of_negative<T>(-0.5f * square);
-    if constexpr (sizeof(T) == 4) {
-      e = fmaf(e, -0.5f * fmaf(a, a, -square), e); // what rounding took
-    }
     const Acc t = inverse<T>(fmaf(a, Tail::kPlace, 1.0f));
     Acc polynomial = Tail::coefficient(Tail::kTerms - 1);
 #pragma unroll

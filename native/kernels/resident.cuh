@@ -342,7 +342,8 @@ __global__ void __launch_bounds__(
 
   constexpr int kPixels = kRingPixels<Direction::kBackward>;
   // Pixels in registers at once.
-  constexpr int kAtOnce = kFused && !kWholeChip ? 1 : kPixels;
+  constexpr int kAtOnce =
+      kFused && (!kWholeChip || sizeof(T) == 8) ? 1 : kPixels;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
