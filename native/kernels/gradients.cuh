@@ -21,8 +21,10 @@ namespace gn_override {
 template <typename T, int kVector>
 struct GradientSums {
   using Acc = Accumulator<T>;
-  Acc ds[kVector] = {};
-  Acc db[kVector] = {};
+  using Sum =
+      std::conditional_t<sizeof(T) == 2, PlainSum<Acc>, CompensatedSum<Acc>>;
+  Sum ds[kVector] = {};
+  Sum db[kVector] = {};
 
   // Sums a batch before it joins the total: fewer additions at the total's
   // magnitude, so less rounding.
@@ -46,10 +48,19 @@ struct GradientSums {
           batch_ds = i == 0 ? weighted : batch_ds + weighted;
           batch_db = i == 0 ? g : batch_db + g;
         }
-        ds[j] += batch_ds;
-        db[j] += batch_db;
+        ds[j].add(batch_ds);
+        db[j].add(batch_db);
       }
     });
+  }
+
+  // (sum dZ xhat, sum dZ) of each channel.
+  __device__ void finish(const Acc (&rstd)[kVector], Pair<Acc> (&sums)[kVector])
+      const {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      sums[j] = {ds[j].value() * rstd[j], db[j].value()};
+    }
   }
 };
 
@@ -137,14 +148,13 @@ constexpr int kHeldRows = 4;
 // emit(channel of the tile, (sum dY xhat, sum dY)) once for each channel.
 // `shared` has room for fold_size() accumulators. All threads of the block must
 // call.
-template <typename T, int kVector, typename Emit>
+template <typename Acc, int kVector, typename Emit>
 __device__ __forceinline__ void fold_rows(
     const Tiling& tiling,
     const Position& at,
-    GradientSums<T, kVector>& sums,
-    Pair<Accumulator<T>>* shared,
+    Pair<Acc> (&sums)[kVector],
+    Pair<Acc>* shared,
     Emit emit) {
-  using Acc = Accumulator<T>;
   const int columns = tiling.columns.divisor();
   const int rows = tiling.rows.divisor();
   // The upper rows join the lower ones first, which halves the room.
@@ -154,7 +164,7 @@ __device__ __forceinline__ void fold_rows(
     Pair<Acc>* const slot = shared + threadIdx.x - half * columns;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      slot[j * plane] = {sums.ds[j], sums.db[j]};
+      slot[j * plane] = sums[j];
     }
   }
   __syncthreads();
@@ -165,10 +175,10 @@ __device__ __forceinline__ void fold_rows(
     for (int j = 0; j < kVector; ++j) {
       if (joined) {
         const Pair<Acc> upper = slot[j * plane];
-        sums.ds[j] += upper.first;
-        sums.db[j] += upper.second;
+        sums[j].first += upper.first;
+        sums[j].second += upper.second;
       }
-      slot[j * plane] = {sums.ds[j], sums.db[j]};
+      slot[j * plane] = sums[j];
     }
   }
   __syncthreads();

@@ -1,8 +1,8 @@
 // Means and centred sums of squares of a tile, without cancellation.
 //
-// Variance is never E[x^2] - m^2: a thread's squares are of deviations from one
-// of its pixels; partial results are (mean, M2) with known counts, merged by
-// Chan's formula,
+// Variance is never E[x^2] - m^2: a thread's squares are of deviations from the
+// mean of its first pixels; partial results are (mean, M2) with known counts,
+// merged by Chan's formula,
 //   delta = m_b - m_a, n = n_a + n_b,
 //   m = m_a + delta n_b / n, M2 = M2_a + M2_b + delta^2 n_a n_b / n
 // (Chan, Golub, LeVeque 1983), or, where all partials are at hand, by
@@ -19,9 +19,9 @@
 namespace gn_override {
 
 // The moments of kVector channels over the pixels seen so far: sums of
-// deviations from the first pixel, of their squares, and after finish() the
-// (mean, M2). The first pixel is one of those it stands for: if they are n, it
-// is within sqrt(n) deviations of their mean, so little cancels.
+// deviations from the first batch's mean, of their squares, and after finish()
+// the (mean, M2). The first batch is among those it stands for: if they are n
+// pixels, its mean is within sqrt(n) deviations of theirs, so little cancels.
 template <typename T, int kVector>
 struct ChannelMoments {
   using Acc = Accumulator<T>;
@@ -37,7 +37,15 @@ struct ChannelMoments {
     if (count == 0) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        pivot[j] = widen(pixel[0].channel[j]);
+        const Acc first = widen(pixel[0].channel[j]);
+        Acc sum = 0;
+        if constexpr (sizeof(T) > 2) { // else rounding hides what is gained
+#pragma unroll
+          for (int i = 1; i < kPixels; ++i) {
+            sum += widen(pixel[i].channel[j]) - first;
+          }
+        }
+        pivot[j] = first + sum / kPixels;
       }
     }
     count += kPixels;
@@ -58,7 +66,7 @@ struct ChannelMoments {
 
   // mean = pivot + sum d / n, M2 = sum d^2 - (sum d)^2 / n
   __device__ void finish() {
-    const Acc per_count = count > 0 ? reciprocal(static_cast<Acc>(count)) : 0;
+    const Acc per_count = count > 0 ? 1 / static_cast<Acc>(count) : 0;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc sum = mean[j];

@@ -74,6 +74,24 @@ struct CompensatedSum {
   }
 };
 
+// The same where the result is rounded to two bytes, and needs no such care.
+template <typename Acc>
+struct PlainSum {
+  Acc sum;
+
+  static __device__ PlainSum zero() {
+    return {0};
+  }
+
+  __device__ void add(Acc term) {
+    sum += term;
+  }
+
+  __device__ Acc value() const {
+    return sum;
+  }
+};
+
 // The threads that share one sum: `lanes`, a power of two of neighbours in a
 // warp, or the whole block.
 template <bool kBlock>

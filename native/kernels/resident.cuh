@@ -400,8 +400,9 @@ __global__ void __launch_bounds__(
     const auto differentiation = differentiation_of<kFused, T>(
         activation, [&](int j) { return own_maps[j]; });
 
-    GradientSums<T, kVector> of_thread;
+    Pair<Acc> of_thread[kVector] = {};
     if (at.active && exists) {
+      GradientSums<T, kVector> total;
       Acc mean[kVector];
       Acc rstd[kVector];
       read_moments(shape, at.channel, moments_of, mean, rstd);
@@ -412,13 +413,10 @@ __global__ void __launch_bounds__(
               Vector<T, kVector> x[decltype(at_once)::value];
               slab_dY.read(place + i, dy);
               slab_X.read(place + i, x);
-              of_thread.add(dy, x, mean, differentiation);
+              total.add(dy, x, mean, differentiation);
             });
       });
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        of_thread.ds[j] *= rstd[j];
-      }
+      total.finish(rstd, of_thread);
     }
     fold_rows(
         tiling,

@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(
   const Position at =
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
   allow_next_kernel();
-  GradientSums<T, kVector> total;
+  Pair<Acc> of_thread[kVector] = {};
   if (at.active) {
     Acc mean[kVector];
     Acc rstd[kVector];
@@ -217,6 +217,7 @@ __global__ void __launch_bounds__(
             mean, rstd, parameters_at(gamma, beta, at.channel)));
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     const int64_t offset = at.offset(shape);
+    GradientSums<T, kVector> total;
     for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
         pixels_of_thread(tiling, at), [&](int first, auto pixels) {
           const int64_t from = offset + first * step;
@@ -226,10 +227,7 @@ __global__ void __launch_bounds__(
           load_pixels<Reuse::kKeep>(X + from, step, x);
           total.add(dy, x, mean, differentiation);
         });
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      total.ds[j] *= rstd[j];
-    }
+    total.finish(rstd, of_thread);
   }
 
   extern __shared__ __align__(16) unsigned char shared[];
@@ -239,7 +237,7 @@ __global__ void __launch_bounds__(
   fold_rows(
       tiling,
       at,
-      total,
+      of_thread,
       reinterpret_cast<Pair<Acc>*>(shared),
       [&](int channel, Pair<Acc> sum) {
         if (first_channel + channel < shape.C) {
