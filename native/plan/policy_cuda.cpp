@@ -72,6 +72,8 @@ constexpr ByDirection kEverySlice{0.14, 0.168};
 // And vectors of less than 16 bytes, or of 2, take more instructions.
 constexpr double kNarrowVectors = 1.5;
 constexpr double kNarrowestVectors = 2;
+// More so where the whole chip has several slices of them.
+constexpr double kNarrowSlices = 1.35;
 
 // The resident scheme: a call, and what a multiprocessor moves, or its share of
 // what the chip can.
@@ -332,8 +334,10 @@ Candidate cooperative_candidate(
   const double again = all *
       (static_cast<double>(read_again) - kCachedGain * plan.pixels_cached) /
       static_cast<double>(pixels_of_thread(plan));
+  const double uneven =
+      tiles > 1 && narrowness(problem) > 1 ? kNarrowSlices : 1;
   result.nanoseconds = of(kCooperativeCall, problem) +
-      waves *
+      waves * uneven *
           (of(kCooperativeWave, problem) +
            kExchangedPart * plan.splits * plan.columns * plan.vector /
                static_cast<double>(problem.D()) +
