@@ -155,9 +155,9 @@ def _source(upstream: Upstream, addition: Addition) -> str:
             )
         return f"{include}<{path.removeprefix('aten/src/')}>"
 
+    for pattern, new in upstream.rewrite.items():
+        text = re.sub(pattern, new, text, flags=re.MULTILINE)
     text = _NATIVE.sub(path_in_pytorch, text)
-    for old, new in upstream.rewrite.items():
-        text = text.replace(old, new)
     text = _INCLUDES.sub(lambda block: _sorted_includes(block[0].splitlines(True)), text)
     left = _LEFT.search(text)
     if left:

@@ -11,6 +11,9 @@
 // computed as such, not as 1 minus a gate near 1. Relative errors are a few
 // units in the last place of float, or of double; where the result is rounded
 // to two bytes, cheaper functions leave 2^-16 at most.
+//
+// Kernels have an activation where kFused is true. What the others do not need
+// is marked "kFused alone".
 #pragma once
 
 #include "native/kernels/tile.cuh"

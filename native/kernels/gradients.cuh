@@ -5,12 +5,10 @@
 //   dX = rstd * (gamma dY - s sum(gamma dY) - xhat * s sum(gamma dY xhat))
 //   dgamma = sum_{n, pixels} dY xhat,   dbeta = sum_{n, pixels} dY
 // so the sums of dY xhat and dY of each (n, channel) serve all three. xhat is
-// used rather than X: sum(dY X) - mean sum(dY) cancels. With an activation, dZ
-// takes the place of dY in all of this: Y = activation(Z), Z = gamma xhat +
-// beta.
+// used rather than X: sum(dY X) - mean sum(dY) cancels.
+// kFused: dZ takes dY's place: Y = activation(Z), Z = gamma xhat + beta.
 #pragma once
 
-#include "native/kernels/activation.cuh"
 #include "native/kernels/reduce.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/kernels/vector.cuh"
@@ -28,30 +26,28 @@ struct GradientSums {
 
   // Sums a batch before it joins the total: fewer additions at the total's
   // magnitude, so less rounding.
-  template <int kPixels, typename DifferentiationOfVector>
+  template <int kPixels, typename DZOf>
   __device__ void add(
       const Vector<T, kVector> (&dy)[kPixels],
       const Vector<T, kVector> (&x)[kPixels],
       const Acc (&mean)[kVector],
-      const DifferentiationOfVector& differentiation) {
-    differentiation.with([&](auto dZ_of) {
+      DZOf dZ_of) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        Acc batch_ds = 0;
-        Acc batch_db = 0;
+    for (int j = 0; j < kVector; ++j) {
+      Acc batch_ds = 0;
+      Acc batch_db = 0;
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-          const Acc dy_j = widen(dy[i].channel[j]);
-          const Acc x_j = widen(x[i].channel[j]);
-          const Acc g = dZ_of(j, x_j, x_j - mean[j], dy_j);
-          const Acc weighted = g * (x_j - mean[j]);
-          batch_ds = i == 0 ? weighted : batch_ds + weighted;
-          batch_db = i == 0 ? g : batch_db + g;
-        }
-        ds[j].add(batch_ds);
-        db[j].add(batch_db);
+      for (int i = 0; i < kPixels; ++i) {
+        const Acc dy_j = widen(dy[i].channel[j]);
+        const Acc x_j = widen(x[i].channel[j]);
+        const Acc g = dZ_of(j, x_j, x_j - mean[j], dy_j);
+        const Acc weighted = g * (x_j - mean[j]);
+        batch_ds = i == 0 ? weighted : batch_ds + weighted;
+        batch_db = i == 0 ? g : batch_db + g;
       }
-    });
+      ds[j].add(batch_ds);
+      db[j].add(batch_db);
+    }
   }
 
   // (sum dZ xhat, sum dZ) of each channel.
@@ -106,21 +102,19 @@ struct InputGradient {
         });
   }
 
-  template <typename DifferentiationOfVector>
+  template <typename DZOf>
   __device__ Vector<T, kVector> operator()(
       const Vector<T, kVector>& dy,
       const Vector<T, kVector>& x,
-      const DifferentiationOfVector& differentiation) const {
+      DZOf dZ_of) const {
     Acc dx[kVector];
-    differentiation.with([&](auto dZ_of) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const Acc value = widen(x.channel[j]);
-        const Acc centred = kFoldsMean<T> ? value : value - mean[j];
-        const Acc g = dZ_of(j, value, centred, widen(dy.channel[j]));
-        dx[j] = of_dZ[j] * g + (of_X[j] * centred + constant[j]);
-      }
-    });
+    for (int j = 0; j < kVector; ++j) {
+      const Acc value = widen(x.channel[j]);
+      const Acc centred = kFoldsMean<T> ? value : value - mean[j];
+      const Acc g = dZ_of(j, value, centred, widen(dy.channel[j]));
+      dx[j] = of_dZ[j] * g + (of_X[j] * centred + constant[j]);
+    }
     return narrow_all<T, kVector>(dx);
   }
 };

@@ -176,11 +176,12 @@ merge_moments(int first, int step, int parts, Read read, Sum sum) {
       mean, shift - (mean - near_mean), of_M2.value() - sums[0] * shift, count};
 }
 
-// Y = activation((X - mean) * rstd * gamma + beta) for a thread's channels.
+// Y = (X - mean) * rstd * gamma + beta for a thread's channels.
+// kFused: an activation of that.
 template <typename T, int kVector, bool kFused>
 struct Normalization {
   using Acc = Accumulator<T>;
-  Activation activation; // unused unless kFused
+  Activation activation; // kFused alone
   Acc mean[kVector]; // unused where it is folded into `shift`
   Acc scale[kVector];
   Acc shift[kVector];
@@ -191,11 +192,11 @@ struct Normalization {
   __device__ Normalization(
       const Shape& shape,
       int channel,
-      Activation activation,
+      Activation activation, // kFused alone
       const Acc (&gamma)[kVector],
       const Acc (&beta)[kVector],
-      MomentsOf moments_of)
-      : activation(activation) {
+      MomentsOf moments_of) {
+    this->activation = activation; // kFused alone
     for_each_channel<kVector>(
         shape, channel, moments_of, [&](int j, const Moments<Acc>& moment) {
           mean[j] = moment.mean;

@@ -15,6 +15,7 @@
 //              keep again.
 #pragma once
 
+#include "native/kernels/activation.cuh"
 #include "native/kernels/exchange.cuh"
 #include "native/kernels/gradients.cuh"
 #include "native/kernels/moments.cuh"
@@ -120,7 +121,8 @@ constexpr int kSmaller = a < b ? a : b;
 // -- forward -----------------------------------------------------------------
 
 // per_group is 1 / (HxW D). of_chip[n][g][split]: for the exchange of the whole
-// chip. Only kFused kernels have an activation.
+// chip.
+// kFused: with an activation.
 template <typename T, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(
         const T* __restrict__ X,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
-        Activation activation,
+        Activation activation, // kFused alone
         Moments<Accumulator<T>>* of_chip,
         T* __restrict__ Y,
         ParameterOut<T> mean_out,
@@ -304,8 +306,8 @@ __global__ void __launch_bounds__(
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
         ParameterIn<T> gamma,
-        ParameterIn<T> beta, // this and the next: kFused alone
-        Activation activation,
+        ParameterIn<T> beta, // kFused alone
+        Activation activation, // kFused alone
         Pair<Accumulator<T>>* of_chip,
         Pair<Accumulator<T>>* __restrict__ sums,
         T* __restrict__ dX) {
@@ -319,8 +321,9 @@ __global__ void __launch_bounds__(
   auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);
   auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
   auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
+  // What an activation needs. Maps have a place more than channels, so that
+  // columns start at different banks.
   auto* const biases = weights + tiling.columns.divisor() * kVector;
-  // A column has a place to spare, so that columns start at different banks.
   auto* const maps = reinterpret_cast<Pair<Acc>*>(shared + layout.maps);
   const auto* const own_maps = maps + at.column * (kVector + 1);
   auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
@@ -333,7 +336,7 @@ __global__ void __launch_bounds__(
   ParameterCopy<T> means(mean_in, 0, item.groups);
   ParameterCopy<T> rstds(rstd_in, 1, item.groups);
   gammas.fetch(item.first_channel);
-  ParameterCopy<T> betas(beta, 0, item.channels);
+  ParameterCopy<T> betas(beta, 0, item.channels); // kFused alone
   if constexpr (kFused) {
     betas.fetch(item.first_channel);
   }
@@ -402,7 +405,7 @@ __global__ void __launch_bounds__(
 
     Pair<Acc> of_thread[kVector] = {};
     if (at.active && exists) {
-      GradientSums<T, kVector> total;
+      GradientSums<T, kVector> gradients;
       Acc mean[kVector];
       Acc rstd[kVector];
       read_moments(shape, at.channel, moments_of, mean, rstd);
@@ -413,10 +416,11 @@ __global__ void __launch_bounds__(
               Vector<T, kVector> x[decltype(at_once)::value];
               slab_dY.read(place + i, dy);
               slab_X.read(place + i, x);
-              total.add(dy, x, mean, differentiation);
+              differentiation.with(
+                  [&](auto dZ_of) { gradients.add(dy, x, mean, dZ_of); });
             });
       });
-      total.finish(rstd, of_thread);
+      gradients.finish(rstd, of_thread);
     }
     fold_rows(
         tiling,
@@ -515,7 +519,10 @@ __global__ void __launch_bounds__(
                   T* out = dX + offset + (first + i) * step;
 #pragma unroll
                   for (int k = 0; k < decltype(at_once)::value; ++k) {
-                    store(out, gradient(dy[k], x[k], differentiation));
+                    Vector<T, kVector> dx;
+                    differentiation.with(
+                        [&](auto dZ_of) { dx = gradient(dy[k], x[k], dZ_of); });
+                    store(out, dx);
                     out += step;
                   }
                 });

@@ -13,6 +13,7 @@
 // it reads are the last that the first pass left in the L2 cache.
 #pragma once
 
+#include "native/kernels/activation.cuh"
 #include "native/kernels/gradients.cuh"
 #include "native/kernels/moments.cuh"
 
@@ -115,8 +116,8 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   }
 }
 
-// Y = activation((X - mean) * rstd * gamma + beta); only kFused kernels have an
-// activation.
+// Y = (X - mean) * rstd * gamma + beta
+// kFused: an activation of that.
 template <typename T, int kVector, bool kFused>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     normalize(
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const Moments<Accumulator<T>>* __restrict__ moments,
         ParameterIn<T> gamma,
         ParameterIn<T> beta,
-        Activation activation,
+        Activation activation, // kFused alone
         T* __restrict__ Y) {
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
@@ -161,13 +162,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       });
 }
 
+// -- backward ----------------------------------------------------------------
+
 // Derivatives take registers: with vectors of eight channels, those of half as
 // many blocks.
 template <typename T, bool kFused>
 constexpr int kBackwardBlocksPerMultiprocessor =
     kFused && sizeof(T) == 2 ? 2 : kBlocksPerMultiprocessor<T>;
-
-// -- backward ----------------------------------------------------------------
 
 // What ChannelMaps read of the channels from `channel` on.
 template <typename T>
@@ -194,9 +195,9 @@ __global__ void __launch_bounds__(
         const T* __restrict__ X,
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
-        ParameterIn<T> gamma, // this and the next two: kFused alone
-        ParameterIn<T> beta,
-        Activation activation,
+        ParameterIn<T> gamma, // kFused alone
+        ParameterIn<T> beta, // kFused alone
+        Activation activation, // kFused alone
         Pair<Accumulator<T>>* __restrict__ sums) {
   using Acc = Accumulator<T>;
   const Position at =
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(
             mean, rstd, parameters_at(gamma, beta, at.channel)));
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     const int64_t offset = at.offset(shape);
-    GradientSums<T, kVector> total;
+    GradientSums<T, kVector> gradients;
     for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
         pixels_of_thread(tiling, at), [&](int first, auto pixels) {
           const int64_t from = offset + first * step;
@@ -225,9 +226,10 @@ __global__ void __launch_bounds__(
           Vector<T, kVector> x[decltype(pixels)::value];
           load_pixels<Reuse::kKeep>(dY + from, step, dy);
           load_pixels<Reuse::kKeep>(X + from, step, x);
-          total.add(dy, x, mean, differentiation);
+          differentiation.with(
+              [&](auto dZ_of) { gradients.add(dy, x, mean, dZ_of); });
         });
-    total.finish(rstd, of_thread);
+    gradients.finish(rstd, of_thread);
   }
 
   extern __shared__ __align__(16) unsigned char shared[];
@@ -297,8 +299,8 @@ __global__ void __launch_bounds__(
         ParameterIn<T> mean_in,
         ParameterIn<T> rstd_in,
         ParameterIn<T> gamma,
-        ParameterIn<T> beta, // this and the next: kFused alone
-        Activation activation,
+        ParameterIn<T> beta, // kFused alone
+        Activation activation, // kFused alone
         const Pair<Accumulator<T>>* __restrict__ coefficients,
         T* __restrict__ dX) {
   using Acc = Accumulator<T>;
@@ -339,7 +341,10 @@ __global__ void __launch_bounds__(
         T* out = dX + from;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
-          store(out, gradient(dy[i], x[i], differentiation));
+          Vector<T, kVector> dx;
+          differentiation.with(
+              [&](auto dZ_of) { dx = gradient(dy[i], x[i], dZ_of); });
+          store(out, dx);
           out += step;
         }
       });

@@ -13,25 +13,29 @@ namespace gn_override {
 
 namespace {
 
-// Calls f with a value of the problem's element type, and whether it is fused
-// with an activation.
+// Calls f with a value of the problem's element type.
 template <typename F>
-cudaError_t with_kernels(const Problem& problem, F f) {
-  const auto with_dtype = [&](auto element) {
-    return problem.is_fused() ? f(element, std::true_type())
-                              : f(element, std::false_type());
-  };
+cudaError_t with_dtype(const Problem& problem, F f) {
   switch (problem.dtype) {
     case DType::kFloat:
-      return with_dtype(float());
+      return f(float());
     case DType::kDouble:
-      return with_dtype(double());
+      return f(double());
     case DType::kHalf:
-      return with_dtype(__half());
+      return f(__half());
     case DType::kBFloat16:
-      return with_dtype(__nv_bfloat16());
+      return f(__nv_bfloat16());
   }
   return cudaErrorInvalidValue;
+}
+
+// And with whether it is fused with an activation.
+template <typename F>
+cudaError_t with_kernels(const Problem& problem, F f) {
+  return with_dtype(problem, [&](auto element) {
+    return problem.is_fused() ? f(element, std::true_type())
+                              : f(element, std::false_type());
+  });
 }
 
 // Takes a multiprocessor's shared memory and nothing else.

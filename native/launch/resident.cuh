@@ -80,7 +80,7 @@ cudaError_t resident_forward(
         static_cast<const T*>(arguments.X),
         ParameterIn<T>{arguments.gamma, is_float},
         ParameterIn<T>{arguments.beta, is_float},
-        problem.activation,
+        problem.activation, // kFused alone
         static_cast<Moments<Acc>*>(arguments.workspace),
         static_cast<T*>(arguments.Y),
         ParameterOut<T>{arguments.mean, wide},
@@ -119,8 +119,8 @@ cudaError_t resident_backward(
             ParameterIn<T>{arguments.mean, wide},
             ParameterIn<T>{arguments.rstd, wide},
             ParameterIn<T>{arguments.gamma, is_float},
-            ParameterIn<T>{arguments.beta, is_float},
-            problem.activation,
+            ParameterIn<T>{arguments.beta, is_float}, // kFused alone
+            problem.activation, // kFused alone
             of_chip,
             sums,
             static_cast<T*>(arguments.dX));

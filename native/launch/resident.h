@@ -1,6 +1,6 @@
 // The resident scheme's launches by element type: float, double, __half,
-// __nv_bfloat16 (instantiated in resident_*.cu; kFused, for problems with an
-// activation, in resident_fused_*.cu).
+// __nv_bfloat16 (instantiated in resident_*.cu).
+// kFused: for problems with an activation (in resident_fused_*.cu).
 #pragma once
 
 #include "native/launch/launch.h"

@@ -94,7 +94,7 @@ cudaError_t two_pass_forward(
         static_cast<const Moments<Acc>*>(moments),
         ParameterIn<T>{arguments.gamma, is_float},
         ParameterIn<T>{arguments.beta, is_float},
-        problem.activation,
+        problem.activation, // kFused alone
         static_cast<T*>(arguments.Y));
   });
 }
@@ -115,7 +115,7 @@ cudaError_t two_pass_backward(
   const ParameterIn<T> mean{arguments.mean, wide};
   const ParameterIn<T> rstd{arguments.rstd, wide};
   const ParameterIn<T> gamma{arguments.gamma, is_float};
-  const ParameterIn<T> beta{arguments.beta, is_float};
+  const ParameterIn<T> beta{arguments.beta, is_float}; // kFused alone
   auto* const sums = static_cast<Pair<Acc>*>(arguments.workspace);
   auto* const coefficients = sums + problem.N * plan.splits * problem.C;
   const auto* const dY = static_cast<const T*>(arguments.dY);
@@ -133,9 +133,9 @@ cudaError_t two_pass_backward(
         X,
         mean,
         rstd,
-        gamma,
-        beta,
-        problem.activation,
+        gamma, // kFused alone
+        beta, // kFused alone
+        problem.activation, // kFused alone
         sums);
   });
   if (error == cudaSuccess && problem.want_dX) {
@@ -167,8 +167,8 @@ cudaError_t two_pass_backward(
             mean,
             rstd,
             gamma,
-            beta,
-            problem.activation,
+            beta, // kFused alone
+            problem.activation, // kFused alone
             static_cast<const Pair<Acc>*>(coefficients),
             static_cast<T*>(arguments.dX));
       });
