@@ -6,6 +6,7 @@ what is compiled here rests on.
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -504,8 +505,10 @@ def test_dgamma_of_every_group(activation: Callable[[Tensor], Tensor]) -> None:
     actual = gradients(compiled(function), torch.bfloat16)
     with gn_override.disabled():
         expected = gradients(function, torch.float64)
+    # mean and rstd of aten's own op are bfloat16: each sample's share of the sums is off by that.
+    atol = torch.finfo(torch.bfloat16).eps / 2 * math.sqrt(dY.numel() / 64)
     for found, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=0.1)
+        torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=atol)
 
 
 # --- what Inductor's table does to a traced call, also for CUDA without a GPU -----------------
