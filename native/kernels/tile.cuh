@@ -133,10 +133,12 @@ __device__ __forceinline__ int pixels_of_thread(
   return at.active ? PixelsOfRow(tiling, at.pixels).of(at.row) : 0;
 }
 
-// Calls f(first, Pixels<n>()) for runs of n of the pixels 0, ..., count - 1:
-// n is kMost while so many are left, then half of that, and so on.
+// A number of pixels that is known when a kernel is compiled.
 template <int n>
 using Pixels = std::integral_constant<int, n>;
+
+// Calls f(first, Pixels<n>()) for runs of n of the pixels 0, ..., count - 1:
+// n is kMost while so many are left, then half of that, and so on.
 template <int kMost, typename F>
 __device__ __forceinline__ void
 for_each_run_of_pixels(int count, F f, int first = 0) {

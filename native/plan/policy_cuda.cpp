@@ -97,8 +97,7 @@ constexpr double kCooperativeBytesPerNs = 33;
 
 // Where a wave's operands are at most so many times the L2 cache, half of the
 // cache can be made to hold pixels until they are read again, which then takes
-// less by this share. Larger ones push them out: 1x128x1024x1024 bf16 backward
-// took 4% longer.
+// less by this share. Larger ones push them out.
 constexpr int64_t kCachedWave = 3;
 constexpr double kCachedGain = 0.6;
 
