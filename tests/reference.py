@@ -19,11 +19,15 @@ cancel (dX where dY is constant, say, is zero up to the rounding of its terms). 
 result is the largest magnitude in its tensor or among the terms that its formula adds:
     Y       gamma * xhat, beta
     mean    sqrt(sum X^2) / n        what a sum of n terms of random signs adds up to
-    dX      rstd * gamma * dY; with an activation, of dZ, and of dY activation''(Z) times the terms
-            of Z (gamma * xhat, beta, gamma * rstd * mean): Z is computed again, and rounded again
+    dX      rstd * gamma * dY
     dbeta   sqrt(sum dY^2)
     dgamma  sqrt(sum (dY * xhat)^2), and sum(dY) * rstd times mean and mean's scale, which every
             formula subtracts in one way or another: it carries the error of the saved mean
+With an activation, dZ takes dY's place in these, at the magnitude
+    |dY| (k |activation'(Z)| + |activation''(Z)| (|gamma xhat| + |beta| + |gamma rstd mean|))
+since Z is computed again, and its terms are rounded again. k is 2 for float and double, where the
+error of exponential functions shows: two ulp by CUDA's manual, as much as the floor has for all
+else; else 1.
 """
 
 from __future__ import annotations
@@ -269,10 +273,6 @@ def stock(inputs: Inputs, mask: Mask = ALL) -> Results:
     return results
 
 
-# Greatest second derivative of an activation where it has one: gelu's at 0.
-CURVATURE = math.sqrt(2 / math.pi)
-
-
 def activate(Z: Any, name: str) -> tuple[Any, Any]:
     """activation(Z) and its derivative, for a float64 tensor or an array of long doubles.
 
@@ -302,6 +302,15 @@ def activate(Z: Any, name: str) -> tuple[Any, Any]:
         gate = np.where(Z < 0, smaller, larger) if is_array else torch.where(Z < 0, smaller, larger)
         slope = smaller * larger * factor
     return Z * gate, gate + Z * slope
+
+
+def curvature(Z: Any, name: str) -> Any:
+    """activation''(Z), by differences, for the scale of an error."""
+    step = 1e-4
+    wide = torch.from_numpy(Z.astype(np.float64)) if isinstance(Z, np.ndarray) else Z
+    slopes = [activate(wide + h, name)[1] for h in (-step, step)]
+    second = (slopes[1] - slopes[0]) / (2 * step)
+    return second.numpy() if isinstance(Z, np.ndarray) else second
 
 
 def _long_double(value: Any) -> np.longdouble:
@@ -366,27 +375,28 @@ def exact(inputs: Inputs, mask: Mask = ALL, activation: str = "identity") -> Ref
     scale["rstd"] = _largest(rstd)
     if any(mask):
         dY = wide(i.dY).reshape(N, G, C // G, HxW)
-        of_Z = 0.0  # what an error of Z, at its scale, adds to dX
+        magnitude = abs(dY * slope)  # of dZ
         if activation not in ("identity", "relu"):
-            terms = [scale["Y"], _largest(mean * rstd if gamma is None else mean * rstd * gamma)]
-            of_dY = _largest(dY * rstd if gamma is None else dY * rstd * gamma)
-            of_Z = CURVATURE * max(terms) * of_dY
+            terms = [xhat, mean * rstd] if gamma is None else [xhat * gamma, mean * rstd * gamma]
+            terms += [] if beta is None else [beta]
+            magnitude *= 2 if i.X.dtype.itemsize > 2 else 1
+            magnitude += abs(dY * curvature(Z, activation)) * sum(abs(term) for term in terms)
         dY = dY * slope
         results.dbeta = dY.sum(axis=pixels).reshape(C) if mask[2] else None
-        scale["dbeta"] = _largest((dY * dY).sum(axis=pixels) ** 0.5)
+        scale["dbeta"] = _largest((magnitude**2).sum(axis=pixels) ** 0.5)
         if mask[1]:
-            terms = dY * xhat
-            results.dgamma = terms.sum(axis=pixels).reshape(C)
+            results.dgamma = (dY * xhat).sum(axis=pixels).reshape(C)
             offset = abs(dY.sum(axis=3, keepdims=True)) * (abs(mean) + mean_scale) * rstd
             scale["dgamma"] = max(
-                _largest((terms**2).sum(axis=pixels) ** 0.5), _largest(offset.sum(axis=0))
+                _largest(((magnitude * xhat) ** 2).sum(axis=pixels) ** 0.5),
+                _largest(offset.sum(axis=0)),
             )
         if mask[0]:
-            dY = dY if gamma is None else dY * gamma
+            dY, magnitude = (t if gamma is None else t * gamma for t in (dY, magnitude))
             slope = (dY * xhat).mean(axis=group, keepdims=True)
             dX = (dY - dY.mean(axis=group, keepdims=True) - xhat * slope) * rstd
             results.dX = dX.reshape(i.X.shape)
-            scale["dX"] = max(of_Z, _largest(dY * rstd))
+            scale["dX"] = _largest(magnitude * rstd)
     for name, value in vars(results).items():
         if name in scale and value is not None:
             scale[name] = max(scale[name], _largest(value))

@@ -202,6 +202,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Path], str
     def link(sources: list[Path], name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         common = [compiler(), "-std=c++20", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *flags]
+        sanitize = ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
+        common += sanitize
         # Of g++ alone: pragmas that only nvcc knows, and what nvcc compares without a word.
         common += ["-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare"]
         common += ["-Wno-class-memaccess"]
@@ -216,7 +218,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Path], str
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, sources))
         library = folder / "library.so"
-        subprocess.run([compiler(), "-shared", *objects, "-o", library], check=True)
+        subprocess.run([compiler(), "-shared", *sanitize, *objects, "-o", library], check=True)
         return library
 
     return link

@@ -97,7 +97,7 @@ struct ChannelMoments {
 // `low` is what rounding takes from it, which shows where |mean| is far above
 // the deviation.
 template <typename Acc>
-struct alignas(4 * sizeof(Acc)) Moments {
+struct alignas(16) Moments {
   Acc mean;
   Acc low;
   Acc second; // M2, or rstd of a group
