@@ -19,7 +19,7 @@ from torch import nn
 
 import gn_override
 from gn_override import _demo, _explain, _library, _report
-from gn_override.__main__ import main
+from gn_override.__main__ import _parser, main
 
 
 def channels_last(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -518,6 +518,32 @@ def test_command_line_refuses(arguments, why, capsys):
     assert why in captured.err and not captured.out
 
 
+def test_command_line_prints_json(capsys):
+    for arguments in (["report", "--json"], ["--json"], ["--json", "report"]):
+        assert main(arguments) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["version"] == gn_override.__version__ and report["calls"] == {}
+        assert {"op", "key", "package", "where", "below"} == set(report["owners"][0])
+    assert main(["explain", "2x64x8x8", "--groups", "8", "--json", "--device", "cpu"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["rule"] == "channels_last" and answer["served"] and answer["copy_speed"] > 1e8
+
+
+def test_help_has_examples_that_parse(capsys):
+    """Of every command; they are parsed, not run."""
+    for command in ([], ["report"], ["demo"], ["bench"], ["explain"], ["doctor"]):
+        with pytest.raises(SystemExit) as exit:
+            main([*command, "--help"])
+        assert exit.value.code == 0
+        text = capsys.readouterr().out
+        examples = re.findall(r"^  python -m gn_override(.*?)(?:  +.*)?$", text, re.MULTILINE)
+        assert len(examples) >= 2, command
+        for example in examples:
+            options = _parser().parse_args(example.split())
+            assert not command or options.command == command[0]
+    assert "exit status: 0 all is well" in _parser().format_help()
+
+
 def test_command_line_as_a_program(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "gn_override"],
@@ -568,6 +594,12 @@ def test_demo_fails_if_results_are_wrong(fault, quickest, monkeypatch, capsys):
     assert main(["demo", "--quick", "--device", "cpu"]) == 1
     captured = capsys.readouterr()
     assert "FAILED" in captured.out and "PARITY FAILED" in captured.err
+
+
+def test_demo_prints_json(quickest, capsys):
+    assert main(["demo", "--quick", "--device", "cpu", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["parity"] and row["time_on"] > 0 and row["calls"] > 0
 
 
 def test_demo_fails_if_the_override_never_ran(quickest, monkeypatch, capsys):
