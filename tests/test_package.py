@@ -467,6 +467,19 @@ def test_report_counts_calls():
         report.calls["more"] = 1  # type: ignore[index]
 
 
+# Types.
+
+
+def test_the_public_api_is_whole_in_the_program_that_is_type_checked(capsys):
+    import public_api
+
+    text = Path(public_api.__file__).read_text()
+    for name in gn_override.__all__:
+        assert f"gn_override.{name}" in text, name
+    public_api.main()
+    assert capsys.readouterr().out.startswith(gn_override.__version__)
+
+
 # Command line.
 
 
@@ -629,46 +642,3 @@ def test_modules_pickle_without_the_package(tmp_path):
     code = f"import pickle, sys; pickle.load(open({str(path)!r}, 'rb'))"
     result = python(code + "; assert 'gn_override' not in sys.modules", tmp_path)
     assert result.returncode == 0, result.stderr
-
-
-# The README's tables.
-
-
-def test_readme_tables_are_those_of_the_results(monkeypatch):
-    root = Path(__file__).resolve().parent.parent
-    monkeypatch.syspath_prepend(str(root / "tools"))
-    import render_readme
-
-    text = (root / "README.md").read_text()
-    assert render_readme.render(text) == text
-
-
-def test_readme_renders_every_row(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "tools"))
-    import render_readme
-
-    head = {
-        "gpu": "GPU-X",
-        "driver": "1",
-        "cuda": "13.0",
-        "torch": "2.13.0",
-        "commit": "abc",
-        "date": "2026-01-01",
-        "command": "python tools/bench_models.py",
-    }
-    times = {"stock": 10.0, "override": 5.0, "stock_nchw": 8.0, "floor": 4.0}
-    row = {"name": "net", "parity": True, "times": times, "floor": "no norms", "peak_gb": {}}
-    slower = row | {"name": "slow", "times": times | {"override": 20.0}}
-    failed = row | {"name": "bad", "parity": False, "times": {}}
-    (tmp_path / "models-x.json").write_text(json.dumps(head | {"rows": [row, slower, failed]}))
-    text = "a\n<!-- results: models-x -->\nold\n<!-- end results -->\nb\n"
-    rendered = render_readme.render(text, tmp_path)
-    assert "| net | 10 | 5 | 2.00x | 8 | 4 | - |" in rendered
-    assert "| slow | 10 | 20 | 0.50x |" in rendered and "parity failed" in rendered
-    assert "GPU-X" in rendered and "abc" in rendered and "old" not in rendered
-    assert render_readme.render(rendered, tmp_path) == rendered
-
-    missing = text.replace("models-x", "kernels-y")
-    assert "Not measured yet" in render_readme.render(missing, tmp_path)
-    with pytest.raises(ValueError, match="nonsense-z"):
-        render_readme.render(text.replace("models-x", "nonsense-z"), tmp_path)
