@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import statistics
 import sys
 import time
@@ -235,6 +236,16 @@ def _check(of_provider: Mapping[str, Mapping[str, Step]]) -> Row:
     return {"checked": True}
 
 
+def say_if_busy() -> None:
+    """Warn where other programs have the CPU: times then say little."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        print(
+            f"this machine is busy (load {load:.1f} on {cores} cores): times will say little",
+            file=sys.stderr,
+        )
+
+
 def speed_up(row: Row, what: str) -> float:
     """Time of stock's better layout over ours."""
     times: dict[str, float] = row[what]
@@ -289,6 +300,7 @@ def main(*, device: str | None, seconds: float, plot: Path | None, as_json: bool
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "unit": "microseconds, median",
     }
+    say_if_busy()
     head = "{device}, torch {torch}, gn_override {gn_override}, {date}".format(**content)
     rows = []
     for number, case in enumerate(CASES[device], 1):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gn_override
+from gn_override import _bench
 from gn_override.__main__ import to_json
 
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -424,6 +425,7 @@ def main(*, device: str | None = None, quick: bool = False, as_json: bool = Fals
     if not as_json:
         print(f"{name}{threads}, torch {torch.__version__}, gn_override {gn_override.__version__}")
 
+    _bench.say_if_busy()
     rounds, seconds = (3, 2.0) if quick else (15, 10.0)
     rows = [_run(case, device, rounds, seconds, progress) for case in _cases(device, quick)]
     if terminal:

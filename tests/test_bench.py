@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -30,6 +31,7 @@ ROW = {
 @pytest.fixture
 def one_row(monkeypatch):
     monkeypatch.setattr(_bench, "CASES", {"cpu": (SMALL,), "cuda": ()})
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(("device", "cases"), [("cuda", KERNEL_CASES), ("cpu", CPU_CASES)])
@@ -69,6 +71,14 @@ def test_command_prints_a_table(one_row, capsys):
     assert captured.out.startswith("CPU, ") and torch.__version__ in captured.out
     assert captured.out.count("2x8x3x5 float32") == 2
     assert captured.err == "[1/1] small float32\n"
+
+
+def test_a_busy_machine_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    for load, said in ((3.9, ""), (9.5, "busy (load 9.5 on 4 cores)")):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        _bench.say_if_busy()
+        assert said in (error := capsys.readouterr().err) and bool(error) is bool(said)
 
 
 def test_command_prints_json(one_row, capsys):

@@ -609,10 +609,12 @@ def test_demo_fails_if_results_are_wrong(fault, quickest, monkeypatch, capsys):
     assert "FAILED" in captured.out and "PARITY FAILED" in captured.err
 
 
-def test_demo_prints_json(quickest, capsys):
-    assert main(["demo", "--quick", "--device", "cpu", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["parity"] and row["time_on"] > 0 and row["calls"] > 0
+def test_demo_prints_json(quickest, monkeypatch, capsys):
+    row = _demo.Row("net", 2.0, 1.0, 3, 1e-7, 1e-7, 3e-7, 1e-6, 1e-6, 3)
+    monkeypatch.setattr(_demo, "_run", lambda *arguments: row)
+    assert main(["demo", "--device", "cpu", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["parity"] is True and found["time_on"] == 1.0 and found["calls"] == 3
 
 
 def test_demo_fails_if_the_override_never_ran(quickest, monkeypatch, capsys):
