@@ -92,35 +92,34 @@ def examine(modules: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def _cuda(info: dict[str, Any]) -> Check:
-    """Whether the build has the backend that torch could use."""
+    """Whether the build has the backend that the machine could use."""
     name = "CUDA"
-    if torch.version.cuda is None:
-        found = f"torch {torch.__version__} has no CUDA, so the CPU backend is all there is"
-        if not _gpus_of_driver():
-            return Check(name, True, found)
-        return Check(
-            name,
-            False,
-            f"{found}; but nvidia-smi lists a GPU",
-            f"install a torch with CUDA (see https://pytorch.org), then {_REBUILD}",
-        )
     if "cuda" in info["backends"]:
         archs = " ".join(info["cuda_archs"])
         return Check(name, True, f"CUDA backend for {archs}, built with CUDA {info['torch_cuda']}")
+    found = "gn_override was built without its CUDA backend"
+    if not torch.cuda.is_available() and not _gpus_of_driver():
+        return Check(name, True, f"{found}, and there is no GPU here")
+    if torch.version.cuda is None:
+        return Check(
+            name,
+            False,
+            f"{found}, since torch {torch.__version__} has none; but nvidia-smi lists a GPU",
+            f"install a torch with CUDA (see https://pytorch.org), then {_REBUILD}",
+        )
     nvcc = _nvcc()
     major = torch.version.cuda.partition(".")[0]
     if nvcc is None:
         return Check(
             name,
             False,
-            "gn_override was built without its CUDA backend, and there is no nvcc in CUDA_HOME, on "
-            f"PATH or in {_TOOLKIT}",
+            f"{found}, and there is no nvcc in CUDA_HOME, on PATH or in {_TOOLKIT}",
             f"install the toolkit of CUDA {major}, set CUDA_HOME to it, then {_REBUILD}",
         )
     return Check(
         name,
         False,
-        f"gn_override was built without its CUDA backend; nvcc is {nvcc}",
+        f"{found}; nvcc is {nvcc}",
         f"if that is of CUDA {major}, {_REBUILD}",
     )
 

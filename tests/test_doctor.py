@@ -157,11 +157,17 @@ def test_nvcc_came_later(where, machine, monkeypatch, tmp_path):
 
 def test_a_torch_without_cuda(machine, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
+    machine.visible = False
     check = only([_doctor._cuda(CPU_INFO)])
     assert not check.ok and "nvidia-smi" in check.found and "torch with CUDA" in check.mend
     assert not list(_doctor._gpus(CPU_INFO))
-    machine.driver = []
-    assert only([_doctor._cuda(CPU_INFO)]).ok
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_a_machine_without_a_gpu_needs_no_backend(cuda, machine, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    machine.visible, machine.driver = False, []
+    assert "no GPU here" in only([_doctor._cuda(CPU_INFO)]).found
 
 
 def test_gpus_of_the_driver(monkeypatch, tmp_path):
