@@ -47,12 +47,18 @@ __all__ = [
     "set_inductor",
 ]
 
-_library.load()
+try:
+    _library.load()
+except ImportError:
+    from gn_override import _doctor
+
+    _doctor.take_over()
+    raise
 
 # These need the loaded library.
-import gn_override._inductor as _inductor  # noqa: E402
-import gn_override._meta as _meta  # noqa: E402
-from gn_override._inductor import set_inductor  # noqa: E402
+import gn_override._inductor as _inductor
+import gn_override._meta as _meta
+from gn_override._inductor import set_inductor
 
 _LAZY = {
     "Explanation": "gn_override._explain",

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gn_override
+from gn_override import _bench
+from gn_override.__main__ import to_json
 
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -393,12 +395,13 @@ as a whole (training: loss and all gradients) at most 4x stock + 0.002, since ro
 way a ReLU near zero falls."""
 
 
-def main(*, device: str | None = None, quick: bool = False) -> int:
+def main(*, device: str | None = None, quick: bool = False, as_json: bool = False) -> int:
     """Run the demo, print its table, and return 0 if parity holds in every row, 1 otherwise.
 
     Args:
         device: "cpu" or "cuda"; the GPU if there is one by default.
         quick: smaller networks and fewer rounds.
+        as_json: print the rows as JSON instead of the table.
     """
     available = torch.cuda.is_available()
     device = device or ("cuda" if available and "cuda" in gn_override.report().backends else "cpu")
@@ -419,15 +422,20 @@ def main(*, device: str | None = None, quick: bool = False) -> int:
 
     name = "CPU" if device == "cpu" else torch.cuda.get_device_name()
     threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
-    print(f"{name}{threads}, torch {torch.__version__}, gn_override {gn_override.__version__}")
+    if not as_json:
+        print(f"{name}{threads}, torch {torch.__version__}, gn_override {gn_override.__version__}")
 
+    _bench.say_if_busy()
     rounds, seconds = (3, 2.0) if quick else (15, 10.0)
     rows = [_run(case, device, rounds, seconds, progress) for case in _cases(device, quick)]
     if terminal:
         print(f"\r{'':<{len(shown)}}\r", end="", file=sys.stderr, flush=True)
 
-    print(_table(rows))
-    print(_LEGEND)
+    if as_json:
+        print(to_json(rows))
+    else:
+        print(_table(rows))
+        print(_LEGEND)
     failed = False
     for row in rows:
         if not row.parity:

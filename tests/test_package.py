@@ -19,7 +19,7 @@ from torch import nn
 
 import gn_override
 from gn_override import _demo, _explain, _library, _report
-from gn_override.__main__ import main
+from gn_override.__main__ import _parser, main
 
 
 def channels_last(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -467,6 +467,19 @@ def test_report_counts_calls():
         report.calls["more"] = 1  # type: ignore[index]
 
 
+# Types.
+
+
+def test_the_public_api_is_whole_in_the_program_that_is_type_checked(capsys):
+    import public_api
+
+    text = Path(public_api.__file__).read_text()
+    for name in gn_override.__all__:
+        assert f"gn_override.{name}" in text, name
+    public_api.main()
+    assert capsys.readouterr().out.startswith(gn_override.__version__)
+
+
 # Command line.
 
 
@@ -516,6 +529,32 @@ def test_command_line_refuses(arguments, why, capsys):
     assert exit.value.code == 2
     captured = capsys.readouterr()
     assert why in captured.err and not captured.out
+
+
+def test_command_line_prints_json(capsys):
+    for arguments in (["report", "--json"], ["--json"], ["--json", "report"]):
+        assert main(arguments) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["version"] == gn_override.__version__ and report["calls"] == {}
+        assert {"op", "key", "package", "where", "below"} == set(report["owners"][0])
+    assert main(["explain", "2x64x8x8", "--groups", "8", "--json", "--device", "cpu"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["rule"] == "channels_last" and answer["served"] and answer["copy_speed"] > 1e8
+
+
+def test_help_has_examples_that_parse(capsys):
+    """Of every command; they are parsed, not run."""
+    for command in ([], ["report"], ["demo"], ["bench"], ["explain"], ["doctor"]):
+        with pytest.raises(SystemExit) as exit:
+            main([*command, "--help"])
+        assert exit.value.code == 0
+        text = capsys.readouterr().out
+        examples = re.findall(r"^  python -m gn_override(.*?)(?:  +.*)?$", text, re.MULTILINE)
+        assert len(examples) >= 2, command
+        for example in examples:
+            options = _parser().parse_args(example.split())
+            assert not command or options.command == command[0]
+    assert "exit status: 0 all is well" in _parser().format_help()
 
 
 def test_command_line_as_a_program(tmp_path):
@@ -570,6 +609,14 @@ def test_demo_fails_if_results_are_wrong(fault, quickest, monkeypatch, capsys):
     assert "FAILED" in captured.out and "PARITY FAILED" in captured.err
 
 
+def test_demo_prints_json(quickest, monkeypatch, capsys):
+    row = _demo.Row("net", 2.0, 1.0, 3, 1e-7, 1e-7, 3e-7, 1e-6, 1e-6, 3)
+    monkeypatch.setattr(_demo, "_run", lambda *arguments: row)
+    assert main(["demo", "--device", "cpu", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["parity"] is True and found["time_on"] == 1.0 and found["calls"] == 3
+
+
 def test_demo_fails_if_the_override_never_ran(quickest, monkeypatch, capsys):
     monkeypatch.setattr(gn_override, "enabled", gn_override.disabled)
     assert main(["demo", "--quick", "--device", "cpu"]) == 1
@@ -597,46 +644,3 @@ def test_modules_pickle_without_the_package(tmp_path):
     code = f"import pickle, sys; pickle.load(open({str(path)!r}, 'rb'))"
     result = python(code + "; assert 'gn_override' not in sys.modules", tmp_path)
     assert result.returncode == 0, result.stderr
-
-
-# The README's tables.
-
-
-def test_readme_tables_are_those_of_the_results(monkeypatch):
-    root = Path(__file__).resolve().parent.parent
-    monkeypatch.syspath_prepend(str(root / "tools"))
-    import render_readme
-
-    text = (root / "README.md").read_text()
-    assert render_readme.render(text) == text
-
-
-def test_readme_renders_every_row(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "tools"))
-    import render_readme
-
-    head = {
-        "gpu": "GPU-X",
-        "driver": "1",
-        "cuda": "13.0",
-        "torch": "2.13.0",
-        "commit": "abc",
-        "date": "2026-01-01",
-        "command": "python tools/bench_models.py",
-    }
-    times = {"stock": 10.0, "override": 5.0, "stock_nchw": 8.0, "floor": 4.0}
-    row = {"name": "net", "parity": True, "times": times, "floor": "no norms", "peak_gb": {}}
-    slower = row | {"name": "slow", "times": times | {"override": 20.0}}
-    failed = row | {"name": "bad", "parity": False, "times": {}}
-    (tmp_path / "models-x.json").write_text(json.dumps(head | {"rows": [row, slower, failed]}))
-    text = "a\n<!-- results: models-x -->\nold\n<!-- end results -->\nb\n"
-    rendered = render_readme.render(text, tmp_path)
-    assert "| net | 10 | 5 | 2.00x | 8 | 4 | - |" in rendered
-    assert "| slow | 10 | 20 | 0.50x |" in rendered and "parity failed" in rendered
-    assert "GPU-X" in rendered and "abc" in rendered and "old" not in rendered
-    assert render_readme.render(rendered, tmp_path) == rendered
-
-    missing = text.replace("models-x", "kernels-y")
-    assert "Not measured yet" in render_readme.render(missing, tmp_path)
-    with pytest.raises(ValueError, match="nonsense-z"):
-        render_readme.render(text.replace("models-x", "nonsense-z"), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,8 @@ import results
 import sweep
 import timing
 import tune
+
+from gn_override import _picture
 
 MEASURED = results.RESULTS / "kernels-h200.json"
 HEAD = {
@@ -120,15 +123,63 @@ def test_losses_name_any_provider():
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_picture(suffix, tmp_path):
+def test_pictures_repeat(suffix, tmp_path):
     pytest.importorskip("matplotlib")
-    peer = a_row(name="two", fwd={"gn_override": 5.0, "compile": 4.0})
-    paths = [tmp_path / f"{name}.{suffix}" for name in "ab"]
-    for path in paths:
-        kernel_table.picture(HEAD | {"rows": [a_row(), peer]}, path)
-    first, second = (path.read_bytes() for path in paths)
-    assert first == second and len(first) > 5000
-    assert first.startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
+    peer = a_row(name="two", fwd={"gn_override": 5.0, "stock_nchw": 4.0})
+    drawn = []
+    for name in "ab":
+        paths = [tmp_path / f"{name}-{kind}.{suffix}" for kind in ("bars", "roofline")]
+        kernel_table.pictures(HEAD | {"rows": [a_row(), peer]}, *paths)
+        drawn.append([path.read_bytes() for path in paths])
+    assert drawn[0] == drawn[1]
+    for content in drawn[0]:
+        assert content.startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
+
+
+def test_bars_have_a_label_a_number_and_a_colour(tmp_path):
+    pytest.importorskip("matplotlib")
+    _picture.bars({"one": [("up", 2.0), ("down", 0.5)]}, "from here", tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text()
+    for part in (">up<", ">down<", ">2.0x<", ">0.5x<", _picture.GAIN, _picture.LOSS, "from here"):
+        assert part in text, part
+
+
+def contrast(one, other):
+    """Of two colours, by the formula of WCAG 2.2."""
+
+    def luminance(colour):
+        channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("ground", ["#ffffff", "#0d1117"], ids=["light", "dark"])
+def test_pictures_can_be_read_on_light_and_dark_pages(ground):
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast(_picture.INK, ground) > 4
+    assert min(contrast(colour, ground) for colour in (_picture.GAIN, _picture.LOSS)) > 3
+    for path in (results.ROOT / "docs").glob("*.svg"):
+        text = path.read_text()
+        fills = set(re.findall(r"(?:fill|stroke): (#\w+)", text))
+        assert fills <= {_picture.INK, _picture.GAIN, _picture.LOSS}, path
+
+
+def test_the_picture_of_the_readme_is_that_of_the_results():
+    text = (results.ROOT / "docs" / "speed-up-h200.svg").read_text()
+    content = json.loads(MEASURED.read_text())
+    numbers = re.findall(r">([\d.]+x)</text>", text)
+    expected = [
+        f"{kernel_table.over_stock(row, what):.1f}x"
+        for what in kernel_table.DIRECTIONS
+        for row in content["rows"]
+    ]
+    assert numbers == expected
+    for row in content["rows"]:
+        assert f">{'x'.join(map(str, row['shape']))} {row['dtype']}<" in text
+    assert content["commit"] in text and content["gpu"] in text
 
 
 # tools/bench.py.
@@ -143,9 +194,10 @@ def test_reprints_a_results_file(capsys):
 
 def test_draws_a_results_file(tmp_path):
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "kernels.svg"
-    assert bench.main(["--from", str(MEASURED), "--plot", str(picture)]) == 0
-    assert picture.stat().st_size > 0
+    paths = [tmp_path / name for name in ("bars.svg", "roofline.svg")]
+    arguments = ["--plot", str(paths[0]), "--roofline", str(paths[1])]
+    assert bench.main(["--from", str(MEASURED), *arguments]) == 0
+    assert all(path.stat().st_size > 0 for path in paths)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ import reference
 from shapes import KERNEL_CASES, Case
 
 import gn_override
+from gn_override import _picture
 
 # More elements are checked roughly: the fp64 reference takes some 80 bytes for each.
 MOST_EXACT = 1 << 29
@@ -168,14 +169,6 @@ def run(
     return rows
 
 
-def picture_path(text: str) -> Path:
-    """A path that ends in .svg or .png."""
-    path = Path(text)
-    if path.suffix not in (".svg", ".png"):
-        raise argparse.ArgumentTypeError("a picture's name ends in .svg or .png")
-    return path
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, with the cases that --only and --dtype leave, and --providers as a list."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -188,7 +181,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--milliseconds", type=int, default=60, help="of measuring a figure")
     parser.add_argument("--no-check", action="store_true", help="time without checking results")
-    parser.add_argument("--plot", type=picture_path, help="draw a picture: FILE.svg or FILE.png")
+    for name, what in (("--plot", "speed-ups"), ("--roofline", "rates over traffic")):
+        text = f"draw {what}: FILE.svg or FILE.png"
+        parser.add_argument(name, type=_picture.path, metavar="FILE", help=text)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--output", default="", help="name of the results file to write")
     group.add_argument(
@@ -209,8 +204,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.providers = arguments.providers.split(",")
     if set(arguments.providers) - set(NAMES) or "gn_override" not in arguments.providers:
         parser.error(f"--providers: gn_override, and any of {', '.join(NAMES[1:])}")
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib, the extra gn_override[plot]: pip install matplotlib")
     if arguments.source is None and not (
         torch.cuda.is_available() and importlib.util.find_spec("triton")
     ):
@@ -236,8 +229,8 @@ def main(argv: Sequence[str]) -> int:
     print(kernel_table.table(rows))
     for line in kernel_table.losses(rows):
         print("slower:", line)
-    if arguments.plot:
-        kernel_table.picture(content, arguments.plot)
+    if arguments.plot or arguments.roofline:
+        kernel_table.pictures(content, arguments.plot, arguments.roofline)
     return int(any("wrong" in row for row in rows))
 
 

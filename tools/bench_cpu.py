@@ -20,12 +20,12 @@ import math
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import results
+import timing
 import torch
 import torch.nn.functional as F
 
@@ -34,67 +34,19 @@ import reference
 import shapes
 
 import gn_override
-
-Step = Callable[[], Any]
+from gn_override import _bench
 
 STOCK = ("stock_nchw", "stock_channels_last")
-LEAST_ROUNDS = 4
-TURN_SECONDS = 0.01
-MOST_CALLS = 20
 
 
-def steps_of(case: shapes.Case, inputs: reference.Inputs) -> dict[str, Step]:
+def steps_of(case: shapes.Case, inputs: reference.Inputs) -> dict[str, timing.Step]:
     """What a round times, by name: "copy", then "fwd NAME" and "fwd_bwd NAME"."""
-    steps: dict[str, Step] = {}
     like_X = torch.empty_like(inputs.X)
-    steps["copy"] = lambda: like_X.copy_(inputs.X)
-
-    def add(name: str, layout: str) -> None:
-        X = reference.lay_out(inputs.X, layout).requires_grad_()
-        dY = reference.lay_out(inputs.dY, layout)
-        assert inputs.gamma is not None and inputs.beta is not None
-        gamma = inputs.gamma.clone().requires_grad_()
-        beta = inputs.beta.clone().requires_grad_()
-
-        def forward() -> None:
-            with torch.no_grad():
-                F.group_norm(X, case.groups, gamma, beta)
-
-        def forward_backward() -> None:
-            Y = F.group_norm(X, case.groups, gamma, beta)
-            torch.autograd.grad(Y, (X, gamma, beta), dY)
-
-        steps[f"fwd {name}"] = forward
-        steps[f"fwd_bwd {name}"] = forward_backward
-
-    add("stock_nchw", "nchw")
-    add("stock_channels_last", "channels_last")
-    add("gn_override", "channels_last")
+    steps: dict[str, timing.Step] = {"copy": lambda: like_X.copy_(inputs.X)}
+    for name, layout in _bench.LAYOUTS.items():
+        both = timing.steps(F.group_norm, inputs, layout)
+        steps |= {f"{what} {name}": step for what, step in both.items()}
     return steps
-
-
-def seconds_of(step: Step) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def time_rounds(steps: dict[str, Step], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of the counted calls of every step; the first round warms up."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    end = time.perf_counter() + seconds
-    rounds = 0
-    while rounds <= LEAST_ROUNDS or time.perf_counter() < end:
-        for name, step in steps.items():
-            ours = name.endswith("gn_override")
-            with gn_override.enabled() if ours else gn_override.disabled():
-                first = seconds_of(step)
-                calls = min(max(2, round(TURN_SECONDS / first)), MOST_CALLS)
-                turn = [1e3 * seconds_of(step) for _ in range(calls)]
-            if rounds > 0:
-                times[name] += turn
-        rounds += 1
-    return times
 
 
 def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
@@ -118,7 +70,7 @@ def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
         else:
             row["checked"] = True
         del ours
-    times = time_rounds(steps_of(case, inputs), seconds)
+    times = _bench.time_rounds(steps_of(case, inputs), seconds)
     row["calls"] = min(len(values) for values in times.values())
     for kind, figure in (("median", statistics.median), ("least", min)):
         figures: dict[str, Any] = {"copy": 0.0, "fwd": {}, "fwd_bwd": {}}

@@ -143,36 +143,17 @@ def over_copy(rows: Sequence[Row], what: str, provider: str) -> str:
     return " to ".join(render_readme.number(ratio) for ratio in (min(ratios), max(ratios)))
 
 
-def _draw_bars(axes: Any, rows: Sequence[Row]) -> None:
-    """Times of the others over ours, by row, on a logarithmic axis."""
-    height = 0.4
-    shown = list(enumerate(reversed(rows)))
-    for offset, (what, title) in zip((height / 2, -height / 2), DIRECTIONS.items(), strict=True):
-        bars = [(at + offset, ratio) for at, row in shown if (ratio := over_stock(row, what))]
-        if bars:
-            axes.barh(*zip(*bars, strict=True), height=height, label=f"stock's better, {title}")
-    best = [
-        (min(others) / row[what][OURS], at + offset)
-        for at, row in shown
-        for offset, what in zip((height / 2, -height / 2), DIRECTIONS, strict=True)
-        if (others := [t for name, t in row[what].items() if name not in (OURS, *STOCK)])
-    ]
-    if best:
-        axes.plot(*zip(*best, strict=True), "k|", label="the best of the others")
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log")
-    axes.set_xlabel("time over ours (left of 1: we lose)")
-    axes.set_yticks([at for at, _ in shown], [f"{row['name']} {row['dtype']}" for _, row in shown])
-    axes.legend(fontsize="small")
-
-
 def _draw_roofline(axes: Any, rows: Sequence[Row]) -> None:
     """Effective GB/s against the least bytes moved; the copy is the roof."""
+    from gn_override import _picture
+
     roof = sorted((least_bytes(row, "copy") / 1e6, speed(row, "copy", row["copy"])) for row in rows)
-    axes.plot(*zip(*roof, strict=True), "k.-", linewidth=0.8, label="copy")
+    colours = dict(zip(DIRECTIONS, (_picture.GAIN, _picture.LOSS), strict=True))
+    axes.plot(*zip(*roof, strict=True), ".-", color=_picture.INK, linewidth=0.8, label="copy")
     for what, title in DIRECTIONS.items():
         moved = [least_bytes(row, what) / 1e6 for row in rows]
-        axes.plot(moved, [speed(row, what, row[what][OURS]) for row in rows], "o", label=title)
+        speeds = [speed(row, what, row[what][OURS]) for row in rows]
+        axes.plot(moved, speeds, "o", color=colours[what], label=title)
     for what, mark in zip(DIRECTIONS, "+x", strict=True):
         points = [
             (least_bytes(row, what) / 1e6, speed(row, what, ratio * row[what][OURS]))
@@ -181,28 +162,41 @@ def _draw_roofline(axes: Any, rows: Sequence[Row]) -> None:
         ]
         if points:
             label = f"stock's better, {DIRECTIONS[what]}"
-            axes.plot(*zip(*points, strict=True), mark, color="gray", label=label)
+            axes.plot(*zip(*points, strict=True), mark, color=colours[what], label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("least traffic, MB")
     axes.set_ylabel("effective GB/s")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", framealpha=0)
 
 
-def picture(content: dict[str, Any], path: Path) -> None:
-    """Draw a results file: times over ours as bars, and the roofline. Needs matplotlib.
+def pictures(content: dict[str, Any], bars: Path | None, roofline: Path | None) -> None:
+    """Draw a results file: speed-ups as bars, and the roofline. Needs matplotlib.
 
-    path   ends in .svg or .png; drawing the same file twice gives the same SVG
+    Paths end in .svg or .png; drawing the same file twice gives the same SVG.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
+    from gn_override import _picture
+
     rows = content["rows"]
-    figure = Figure(figsize=(14, 2 + 0.3 * max(len(rows), 14)), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_bars(left, rows)
-    _draw_roofline(right, rows)
-    figure.supxlabel(render_readme.source(content).strip().replace("`", ""), fontsize="small")
-    svg = path.suffix == ".svg"
-    with matplotlib.rc_context({"svg.hashsalt": "gn_override"}):
-        figure.savefig(path, metadata={"Date": None} if svg else None)
+    caption = render_readme.source(content).strip().replace("`", "")
+    if bars:
+        panels = {
+            title: [
+                (f"{'x'.join(map(str, row['shape']))} {row['dtype']}", ratio)
+                for row in rows
+                if (ratio := over_stock(row, what))
+            ]
+            for what, title in DIRECTIONS.items()
+        }
+        _picture.bars(panels, caption, bars)
+    if roofline:
+        with matplotlib.rc_context(_picture.STYLE):
+            figure = Figure(figsize=(10, 6), layout="constrained")
+            figure.patch.set_alpha(0)
+            axes = figure.subplots()
+            axes.patch.set_alpha(0)
+            _draw_roofline(axes, rows)
+            _picture.save(figure, caption, roofline)

@@ -1,10 +1,11 @@
-"""Fills the tables of README.md from the files in benchmarks/results.
+"""Fills the tables of README.md and docs/benchmarks.md from the files in benchmarks/results.
 
-    python tools/render_readme.py           # rewrites README.md
-    python tools/render_readme.py --check   # fails if that would change it
+    python tools/render_readme.py           # rewrites them
+    python tools/render_readme.py --check   # fails if that would change one
 
-A block of README.md between `<!-- results: NAME -->` and `<!-- end results -->` shows
-benchmarks/results/NAME.json: every row of it, also those that are slower than stock.
+A block between `<!-- results: NAME -->` and `<!-- end results -->` shows
+benchmarks/results/NAME.json: every row of it, also those that are slower than stock. With
+`<!-- results: NAME only ROW,ROW -->` it shows the rows of these names.
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
-_BLOCK = re.compile(r"(<!-- results: ([\w.-]+) -->\n)(.*?)(<!-- end results -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- results: ([\w.-]+)(?: only ([\w,]+))? -->\n)(.*?)(<!-- end results -->)", re.DOTALL
+)
 
 # How a results file that is not there is made.
 _COMMANDS = {
     "models": "python tools/bench_models.py --output {name}",
     "kernels": "python tools/bench.py --output {name}",
     "cpu": "python tools/bench_cpu.py --output {name}",
+    "sweep": "python tools/sweep.py --output {name}",
+    "host": "python tools/bench_host.py --output {name}",
 }
 
 
@@ -79,6 +85,24 @@ def models(content: dict[str, Any]) -> str:
     )
 
 
+def _speed_up(row: dict[str, Any], what: str) -> float:
+    """Time of stock's better layout over ours."""
+    stock = min(time for name, time in row[what].items() if name.startswith("stock"))
+    return stock / row[what]["gn_override"]
+
+
+def _losses(rows: Sequence[dict[str, Any]]) -> str:
+    """Which of all rows, shown or not, stock's better layout is faster in."""
+    slower = [
+        f"{row['name']} {_shape(row)} {row['dtype']} {title}"
+        for row in rows
+        for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward"))
+        if _speed_up(row.get("median", row), what) < 1
+    ]
+    names = ", ".join(slower) or "none"
+    return f"\nOf {len(rows)} rows, slower than stock's better layout: {names}.\n"
+
+
 def kernels(content: dict[str, Any]) -> str:
     """Rows of tools/bench.py; the limits are 1x a copy forward and 2.5x with the backward."""
     rows = []
@@ -116,10 +140,66 @@ def cpu(content: dict[str, Any]) -> str:
     return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
 
 
+# Rows of tools/sweep.py from this size on are large: the copy's time is not that of its launch.
+_LARGE_MB = 16
+
+
+def sweep(content: dict[str, Any]) -> str:
+    """Rows of tools/sweep.py by what decides their speed, and those that are slower than stock."""
+    rows = [row for row in content["rows"] if not row["one_layout"] and "error" not in row]
+    half = [row for row in rows if row["dtype"] in ("float16", "bfloat16")]
+    kinds = {
+        "all": rows,
+        "half precision, 8 divides C": [row for row in half if row["shape"][1] % 8 == 0],
+        "half precision, odd C": [row for row in half if row["shape"][1] % 2],
+    }
+    lines = []
+    for name, found in kinds.items():
+        large = sorted(
+            row["fwd"]["gn_override"] / row["copy"] for row in found if row["MB"] > _LARGE_MB
+        )
+        line = [name, str(len(found)), str(len(large))]
+        line += [f"{value:.2f}x" for value in (large[0], statistics.median(large), large[-1])]
+        for what in ("fwd", "fwd_bwd"):
+            line.append(f"{statistics.median(_speed_up(row, what) for row in found):.2f}x")
+            line.append(str(sum(_speed_up(row, what) < 1 / 1.05 for row in found)))
+        lines.append(line)
+    header = ["random shapes", "shapes", f"above {_LARGE_MB} MB"]
+    header += [
+        f"forward / copy above {_LARGE_MB} MB, {word}" for word in ("least", "median", "most")
+    ]
+    for title in ("forward", "fwd+bwd"):
+        header += [f"{title} stock / ours, median", f"{title} slower by over 5%"]
+    slower = [
+        f"{_shape(row)}, G={row['groups']}, {row['dtype']}, {title} {_speed_up(row, what):.2f}x"
+        for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward"))
+        for row in rows
+        if _speed_up(row, what) < 1 / 1.05
+    ]
+    return table(header, lines) + (
+        f"\nStock is its better layout. Slower: {'; '.join(slower) or 'none'}.\n"
+    )
+
+
+def host(content: dict[str, Any]) -> str:
+    """Rows of tools/bench_host.py."""
+    rows = [
+        [
+            f"{row['layout']}, {row['call']}",
+            *(number(row[name]) for name in ("stock", "off", "on")),
+            *(f"{row['ratio'][name]:.2f}x" for name in ("off", "on")),
+        ]
+        for row in content["rows"]
+    ]
+    return table(["host us a call", "stock", "off", "on", "off / stock", "on / stock"], rows)
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
     "cpu": cpu,
+    "sweep": sweep,
+    "host": host,
 }
 
 
@@ -136,7 +216,7 @@ def source(content: dict[str, Any]) -> str:
 
 
 def render(text: str, results: Path = RESULTS) -> str:
-    """The README's text with every results block filled anew.
+    """A file's text with every results block filled anew.
 
     Raises ValueError for a block whose kind, the part of its name before the "-", is unknown.
     """
@@ -146,15 +226,22 @@ def render(text: str, results: Path = RESULTS) -> str:
         kind = name.partition("-")[0]
         if kind not in _RENDERERS:
             raise ValueError(
-                f"README.md: results block {name!r} is of no known kind ({', '.join(_RENDERERS)})"
+                f"results block {name!r} is of no known kind ({', '.join(_RENDERERS)})"
             )
         path = results / f"{name}.json"
         if not path.exists():
             body = f"Not measured yet: `{_COMMANDS[kind].format(name=name)}`\n"
         else:
             content = json.loads(path.read_text())
-            body = _RENDERERS[kind](content) + "\n" + source(content)
-        return f"{match[1]}\n{body}\n{match[4]}"
+            losses = _losses(content["rows"]) if kind in ("kernels", "cpu") else ""
+            if match[3]:
+                only = match[3].split(",")
+                missing = set(only) - {row["name"] for row in content["rows"]}
+                if missing:
+                    raise ValueError(f"results block {name!r}: no rows {sorted(missing)}")
+                content["rows"] = [row for row in content["rows"] if row["name"] in only]
+            body = _RENDERERS[kind](content) + losses + "\n" + source(content)
+        return f"{match[1]}\n{body}\n{match[5]}"
 
     return _BLOCK.sub(fill, text)
 
@@ -163,14 +250,17 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail on a difference")
     options = parser.parse_args(argv)
-    text = README.read_text()
-    rendered = render(text)
-    if options.check:
-        if rendered != text:
-            print("README.md: run python tools/render_readme.py", file=sys.stderr)
-        return int(rendered != text)
-    README.write_text(rendered)
-    return 0
+    different = False
+    for path in FILES:
+        text = path.read_text()
+        rendered = render(text)
+        if rendered != text and options.check:
+            name = path.relative_to(ROOT)
+            print(f"{name}: run python tools/render_readme.py", file=sys.stderr)
+            different = True
+        elif rendered != text:
+            path.write_text(rendered)
+    return int(different)
 
 
 if __name__ == "__main__":

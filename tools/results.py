@@ -38,7 +38,7 @@ def commit() -> str:
 def command() -> str:
     """The command line, without the places that files are written to."""
     words = list(sys.argv)
-    for option in ("--folder", "--plot"):
+    for option in ("--folder", "--plot", "--roofline"):
         if option in words:
             at = words.index(option)
             del words[at : at + 2]
