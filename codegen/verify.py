@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import io
 import os
 import shutil
 import subprocess
@@ -39,8 +41,9 @@ def verify(commits: Sequence[Rendered], read: Read) -> list[str]:
     """Checks the tree with the commits on top, and returns what could not be checked here.
 
     Raises StagingError where the operator definitions do not parse or have other signatures than
-    the kernels, or a launch is not followed by a check; where a C++ file is not as clang-format
-    leaves it, or a Python file does not parse, that did before or is new.
+    the kernels; where more kernel launches are not followed by a check than before; where a C++
+    file is not as clang-format leaves it, or a Python file does not parse, that did before or is
+    new.
     """
     staged = {path: text for commit in commits for path, text in commit.files.items()}
     definitions = []
@@ -53,9 +56,8 @@ def verify(commits: Sequence[Rendered], read: Read) -> list[str]:
     for path, text in staged.items():
         if path.endswith(".py") and _is_python(read(path) or "") and not _is_python(text):
             raise StagingError(f"{path}: is not valid Python any more")
-    notes = _check_launches({p: t for p, t in staged.items() if p.endswith(CPP)})
-    notes += _check_format({p: (read(p), t) for p, t in staged.items() if p.endswith(CPP)})
-    return notes
+    changes = {p: (read(p), t) for p, t in staged.items() if p.endswith(CPP)}
+    return _check_launches(changes) + _check_format(changes)
 
 
 def compile_units(files: Mapping[str, str], folder: Path, flags: Sequence[str] = ()) -> list[Path]:
@@ -134,16 +136,23 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _check_launches(files: dict[str, str]) -> list[str]:
+def _check_launches(files: dict[str, tuple[str | None, str]]) -> list[str]:
+    """Takes texts before and after. PyTorch's own files have launches that its linter dislikes."""
     try:
         from torch.testing._internal.check_kernel_launches import (
             check_code_for_cuda_kernel_launches,
         )
     except ImportError:
         return ["kernel launches: torch is not installed"]
-    for path, text in files.items():
-        if check_code_for_cuda_kernel_launches(text, path):
-            raise StagingError(f"{path}: a kernel launch is not followed by a check")
+    for path, (before, text) in files.items():
+        with contextlib.redirect_stderr(io.StringIO()):
+            known = check_code_for_cuda_kernel_launches(before or "", path)
+        with contextlib.redirect_stderr(io.StringIO()) as report:
+            found = check_code_for_cuda_kernel_launches(text, path)
+        if found > known:
+            raise StagingError(
+                f"{path}: a kernel launch is not followed by a check\n{report.getvalue()}"
+            )
     return []
 
 

@@ -539,6 +539,10 @@ def test_launch_without_a_check():
     with pytest.raises(StagingError, match=r"a\.cu: a kernel launch"):
         verified("a.cu", text)
     verified("a.cu", text.replace("();\n", "();\n  C10_CUDA_KERNEL_LAUNCH_CHECK();\n"))
+    # PyTorch checks once after both of its branches, which the linter does not see.
+    verified("a.cu", text + "\n// of ours\n", {"a.cu": text})
+    with pytest.raises(StagingError, match=r"a\.cu: a kernel launch"):
+        verified("a.cu", text + text, {"a.cu": text})
 
 
 @has_clang_format
