@@ -761,8 +761,8 @@ def test_cases_for_test_nn_pass_on_our_kernels(device, tmp_path):
     """The semantics that the cases ask for are those of the override: on a CPU as well."""
     pytest.importorskip("expecttest", reason="torch's own test classes import it")
     text = (ROOT / "aten_patch/test/test_nn.py").read_text()
-    if device == "cpu":
-        text = text.replace("    @onlyCUDA\n", "")
+    if device == "cpu":  # but for the one of 2^31 elements, which would take minutes
+        text = text.replace("    @onlyCUDA\n    @dtypes", "    @dtypes")
     file = tmp_path / "cases.py"
     file.write_text(f"import gn_override\n{text}")
     done = subprocess.run(
