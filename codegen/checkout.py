@@ -63,12 +63,12 @@ class Checkout:
             last = self.base
             self._git("read-tree", self.base, environment=environment)
             for commit in commits:
+                modes = self._modes(commit.files)
+                entries = ""
                 for path, text in commit.files.items():
                     blob = self._git("hash-object", "-w", "--stdin", text=text).strip()
-                    entry = f"{self._mode(path)},{blob},{path}"
-                    self._git(
-                        "update-index", "--add", "--cacheinfo", entry, environment=environment
-                    )
+                    entries += f"{modes.get(path, '100644')} {blob}\t{path}\n"
+                self._git("update-index", "--index-info", text=entries, environment=environment)
                 tree = self._git("write-tree", environment=environment).strip()
                 last = self._git(
                     "commit-tree",
@@ -80,9 +80,10 @@ class Checkout:
                 ).strip()
             return last
 
-    def _mode(self, path: str) -> str:
-        listed = self._git("ls-tree", self.base, "--", path)
-        return listed.split()[0] if listed else "100644"
+    def _modes(self, paths: Iterable[str]) -> dict[str, str]:
+        """Of those that are in the commit that is checked out."""
+        listed = self._git("ls-tree", self.base, "--", *paths).splitlines()
+        return {line.partition("\t")[2]: line.split()[0] for line in listed}
 
     def _git(
         self,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import io
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 from codegen import model
@@ -23,8 +26,10 @@ DERIVATIVES = "tools/autograd/derivatives.yaml"
 
 CPP = (".h", ".cpp", ".cu", ".cuh")
 
-# PyTorch compiles its own kernels without CUDA's operators on halves.
+# As PyTorch compiles its own kernels: among others, without CUDA's operators on halves.
 NVCC_FLAGS = (
+    "--expt-relaxed-constexpr",
+    "--expt-extended-lambda",
     "-D__CUDA_NO_HALF_OPERATORS__",
     "-D__CUDA_NO_HALF_CONVERSIONS__",
     "-D__CUDA_NO_HALF2_OPERATORS__",
@@ -36,8 +41,9 @@ def verify(commits: Sequence[Rendered], read: Read) -> list[str]:
     """Checks the tree with the commits on top, and returns what could not be checked here.
 
     Raises StagingError where the operator definitions do not parse or have other signatures than
-    the kernels, or a launch is not followed by a check; where a C++ file is not as clang-format
-    leaves it, or a Python file does not parse, that did before or is new.
+    the kernels; where more kernel launches are not followed by a check than before; where a C++
+    file is not as clang-format leaves it, or a Python file does not parse, that did before or is
+    new.
     """
     staged = {path: text for commit in commits for path, text in commit.files.items()}
     definitions = []
@@ -50,16 +56,13 @@ def verify(commits: Sequence[Rendered], read: Read) -> list[str]:
     for path, text in staged.items():
         if path.endswith(".py") and _is_python(read(path) or "") and not _is_python(text):
             raise StagingError(f"{path}: is not valid Python any more")
-    notes = _check_launches({p: t for p, t in staged.items() if p.endswith(CPP)})
-    notes += _check_format({p: (read(p), t) for p, t in staged.items() if p.endswith(CPP)})
-    return notes
+    changes = {p: (read(p), t) for p, t in staged.items() if p.endswith(CPP)}
+    return _check_launches(changes) + _check_format(changes)
 
 
-def compile_units(
-    commits: Sequence[Rendered], folder: Path, flags: Sequence[str] = ()
-) -> list[Path]:
-    """Compiles the C++ and CUDA files of ``ATen/native/cuda`` that the commits add, against the
-    headers of the installed torch, and returns the object files in ``folder``.
+def compile_units(files: Mapping[str, str], folder: Path, flags: Sequence[str] = ()) -> list[Path]:
+    """Compiles the C++ and CUDA files among ``files``, texts by their paths in PyTorch, against
+    the headers of the installed torch, and returns the object files in ``folder``.
 
     ``flags`` are nvcc's. Raises StagingError with what the compiler says.
     """
@@ -67,15 +70,14 @@ def compile_units(
 
     nvcc = find_nvcc()
     if nvcc is None:
-        raise StagingError("compiling needs nvcc: set CUDA_HOME")
+        raise StagingError("compiling needs nvcc: put one on PATH or set CUDA_HOME")
     units = []
-    for commit in commits:
-        for path, text in commit.files.items():
-            file = folder / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-            if path.endswith((".cpp", ".cu")) and "/group_norm_kernel." not in path:
-                units.append(file)
+    for path, text in files.items():
+        file = folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        if path.endswith((".cpp", ".cu")):
+            units.append(file)
     includes = [f"-I{folder / 'aten/src'}", *(f"-I{path}" for path in include_paths())]
     command = [nvcc, "-std=c++20", "-DAT_PER_OPERATOR_HEADERS", *NVCC_FLAGS, *includes, *flags]
 
@@ -95,9 +97,11 @@ def compile_units(
 
 
 def find_nvcc() -> str | None:
-    """The nvcc of CUDA_HOME, or else the one on PATH."""
-    home = os.environ.get("CUDA_HOME")
-    return str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    """The nvcc of CUDA_HOME; else the one on PATH, or in /usr/local/cuda (as setup.py)."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which("nvcc", path=f"{home}/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def tool(name: str) -> str | None:
@@ -119,7 +123,8 @@ def _check_definitions(native_functions: str, tags: str, derivatives: str) -> No
             raise StagingError(str(error)) from error
         except Exception as error:  # whatever torchgen raises
             raise StagingError(
-                f"the installed torchgen cannot parse {NATIVE_FUNCTIONS} or {DERIVATIVES}: {error}"
+                f"the torchgen of torch {version('torch')} cannot parse {NATIVE_FUNCTIONS} or "
+                f"{DERIVATIVES}: {error}\n  install a torch that is as new as the checkout"
             ) from error
 
 
@@ -131,16 +136,23 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _check_launches(files: dict[str, str]) -> list[str]:
+def _check_launches(files: dict[str, tuple[str | None, str]]) -> list[str]:
+    """Takes texts before and after. PyTorch's own files have launches that its linter dislikes."""
     try:
         from torch.testing._internal.check_kernel_launches import (
             check_code_for_cuda_kernel_launches,
         )
     except ImportError:
         return ["kernel launches: torch is not installed"]
-    for path, text in files.items():
-        if check_code_for_cuda_kernel_launches(text, path):
-            raise StagingError(f"{path}: a kernel launch is not followed by a check")
+    for path, (before, text) in files.items():
+        with contextlib.redirect_stderr(io.StringIO()):
+            known = check_code_for_cuda_kernel_launches(before or "", path)
+        with contextlib.redirect_stderr(io.StringIO()) as report:
+            found = check_code_for_cuda_kernel_launches(text, path)
+        if found > known:
+            raise StagingError(
+                f"{path}: a kernel launch is not followed by a check\n{report.getvalue()}"
+            )
     return []
 
 

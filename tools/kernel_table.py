@@ -108,10 +108,10 @@ def losses(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def before_after(before: Sequence[Row], after: Sequence[Row]) -> str:
+def before_after(before: Sequence[Row], provider: str, after: Sequence[Row]) -> str:
     """A Markdown table for PyTorch's reviewers: stock NCHW, and channels-last before and after.
 
-    before   rows with the times of PyTorch's kernels as "stock_2_15"
+    before   rows with the times of PyTorch's kernels, under the provider's name
     after    rows of tools/bench.py; every row of both has to have its like in the other
     """
     stock = {(row["name"], row["dtype"]): row for row in before}
@@ -127,7 +127,7 @@ def before_after(before: Sequence[Row], after: Sequence[Row]) -> str:
             render_readme.number(row["copy"]),
         ]
         for what in DIRECTIONS:
-            old, new = earlier[what]["stock_2_15"], row[what][OURS]
+            old, new = earlier[what][provider], row[what][OURS]
             times = (row[what]["stock_nchw"], old, new)
             line += [*map(render_readme.number, times), f"{old / new:.2f}x"]
         lines.append(line)

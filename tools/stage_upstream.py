@@ -34,21 +34,35 @@ from codegen.upstream import Rendered, StagingError
 BRANCH = "channels-last-group-norm"
 TEMPLATE = render_readme.ROOT / "aten_patch" / "PR.md"
 
-# Results before and after the change.
-BEFORE, AFTER = "stock-2.15-h200", "kernels-h200"
+# Results after the change, and before it by base: the file, and the provider in it.
+AFTER = "kernels-h200"
+BEFORE = {
+    "main": ("stock-2.15-h200", "stock_2_15"),
+    # That 2.11 makes X contiguous outside of the op, and 2.14 inside, is the same work.
+    "2.14": ("kernels-h200", "stock_channels_last"),
+}
+SWEEP = "sweep-h200"
 
 
 def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
     """The text of the pull request, with the measured tables."""
-    before, after = (json.loads((results / f"{name}.json").read_text()) for name in (BEFORE, AFTER))
+    file, provider = BEFORE[base]
+    before, after, sweep = (
+        json.loads((results / f"{name}.json").read_text()) for name in (file, AFTER, SWEEP)
+    )
+    rows = before["rows"]
+    slower = sweep["summary"]["slower than stock by more than 5%"]
     values = {
-        "before and after": kernel_table.before_after(before["rows"], after["rows"]).strip(),
-        f"source of {AFTER}": render_readme.source(after).strip(),
-        f"source of {BEFORE}": f"{before['gpu']}, CUDA {before['cuda']}: {before['what']}",
+        "before and after": kernel_table.before_after(rows, provider, after["rows"]).strip(),
+        "source of after": render_readme.source(after).strip(),
+        "source of before": before.get("what", ""),
+        "source of sweep": render_readme.source(sweep).strip(),
+        "random shapes": str(sweep["summary"]["served"]),
     }
     for what in kernel_table.DIRECTIONS:
-        values[f"before, {what}"] = kernel_table.over_copy(before["rows"], what, "stock_2_15")
+        values[f"before, {what}"] = kernel_table.over_copy(rows, what, provider)
         values[f"after, {what}"] = kernel_table.over_copy(after["rows"], what, kernel_table.OURS)
+        values[f"slower, {what}"] = str(slower[what])
     text = re.sub(
         r"<!-- base: .*?<!-- end base -->\n",
         lambda block: dict(
@@ -89,7 +103,8 @@ def stage(
     notes = verify.verify(commits, checkout.read)
     if compiled:
         with tempfile.TemporaryDirectory() as objects:
-            verify.compile_units(commits, Path(objects), ["-arch=sm_90"])
+            files = {path: text for commit in commits for path, text in commit.files.items()}
+            verify.compile_units(files, Path(objects), ["-arch=sm_90"])
     lines = [f"base {base}, at {checkout.base[:12]}"]
     lines += [f"not checked: {note}" for note in notes]
     lines += [line for commit in commits for line in _describe(commit)]

@@ -30,7 +30,8 @@ namespace {
 
 using namespace group_norm_nhwc;
 
-// Of the oldest devices that the kernels are tested on.
+// Older devices have no asynchronous copies to shared memory: there the kernels
+// are empty (see is_served() in group_norm/kernels/reduce.cuh).
 constexpr int kLeastComputeCapability = 80;
 
 const Device& current_device() {
