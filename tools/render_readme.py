@@ -1,9 +1,9 @@
-"""Fills the tables of README.md from the files in benchmarks/results.
+"""Fills the tables of README.md and docs/reliability.md from the files in benchmarks/results.
 
-    python tools/render_readme.py           # rewrites README.md
-    python tools/render_readme.py --check   # fails if that would change it
+    python tools/render_readme.py           # rewrites them
+    python tools/render_readme.py --check   # fails if that would change them
 
-A block of README.md between `<!-- results: NAME -->` and `<!-- end results -->` shows
+A block of a page between `<!-- results: NAME -->` and `<!-- end results -->` shows
 benchmarks/results/NAME.json: every row of it, also those that are slower than stock.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "reliability.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 _BLOCK = re.compile(r"(<!-- results: ([\w.-]+) -->\n)(.*?)(<!-- end results -->)", re.DOTALL)
@@ -28,6 +28,8 @@ _COMMANDS = {
     "models": "python tools/bench_models.py --output {name}",
     "kernels": "python tools/bench.py --output {name}",
     "cpu": "python tools/bench_cpu.py --output {name}",
+    "verify": "python tools/verify_gpu.py --output {name}",
+    "convergence": "python tools/convergence.py --device cuda --output {name}",
 }
 
 
@@ -116,10 +118,34 @@ def cpu(content: dict[str, Any]) -> str:
     return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
 
 
+def verify(content: dict[str, Any]) -> str:
+    """Rows of tools/verify_gpu.py: levels, which may be of several commits."""
+    rows = []
+    for row in content["rows"]:
+        numbers = (str(row.get(key, "-")) for key in ("passed", "failed", "skipped", "seconds"))
+        source = f"{row['commit']}, {row['date']}"
+        rows.append([f"{row['level']}: {row['what']}", row["result"], *numbers, source])
+    header = ["level", "result", "passed", "failed", "skipped", "seconds", "commit"]
+    return table(header, rows)
+
+
+def convergence(content: dict[str, Any]) -> str:
+    """Rows of tools/convergence.py: the largest differences of smoothed losses."""
+    keys = ("between two seeds", "ours to stock", "last loss")
+    rows = [
+        [row["dtype"], *(str(row[key]) for key in keys), "passed" if row["good"] else "failed"]
+        for row in content["rows"]
+    ]
+    header = ["dtype", "two stock seeds differ by", "ours and stock differ by", "last loss"]
+    return table([*header, "result"], rows)
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
     "cpu": cpu,
+    "verify": verify,
+    "convergence": convergence,
 }
 
 
@@ -136,7 +162,7 @@ def source(content: dict[str, Any]) -> str:
 
 
 def render(text: str, results: Path = RESULTS) -> str:
-    """The README's text with every results block filled anew.
+    """A page's text with every results block filled anew.
 
     Raises ValueError for a block whose kind, the part of its name before the "-", is unknown.
     """
@@ -146,7 +172,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         kind = name.partition("-")[0]
         if kind not in _RENDERERS:
             raise ValueError(
-                f"README.md: results block {name!r} is of no known kind ({', '.join(_RENDERERS)})"
+                f"results block {name!r} is of no known kind ({', '.join(_RENDERERS)})"
             )
         path = results / f"{name}.json"
         if not path.exists():
@@ -163,14 +189,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--check", action="store_true", help="change nothing, fail on a difference")
     options = parser.parse_args(argv)
-    text = README.read_text()
-    rendered = render(text)
-    if options.check:
-        if rendered != text:
-            print("README.md: run python tools/render_readme.py", file=sys.stderr)
-        return int(rendered != text)
-    README.write_text(rendered)
-    return 0
+    stale = 0
+    for page in PAGES:
+        text = page.read_text()
+        rendered = render(text)
+        if options.check and rendered != text:
+            print(f"{page.name}: run python tools/render_readme.py", file=sys.stderr)
+            stale = 1
+        elif rendered != text:
+            page.write_text(rendered)
+    return stale
 
 
 if __name__ == "__main__":
