@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 import gn_override
 
 aten = torch.ops.aten
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SOAK_SECONDS = float(os.environ.get("GN_OVERRIDE_TEST_SOAK_SECONDS", "3"))
 COMPOSITE = ("Y", "dX", "dgamma", "dbeta")
 
@@ -64,10 +65,11 @@ def test_training_while_the_switch_is_flipped(device):
 
     def sides(i: Inputs) -> list[Results]:
         nchw = Inputs(i.X.contiguous(), i.gamma, i.beta, i.dY.contiguous(), i.groups)
+        kinds = [(i, True), (nchw, False)]
+        if device == "cpu" or TORCH >= (2, 14):  # before, stock's CUDA kernels never saw the other
+            kinds.append((i, False))
         found = []
-        for forward, backward in itertools.product(
-            [(i, True), (i, False), (nchw, False)], repeat=2
-        ):
+        for forward, backward in itertools.product(kinds, repeat=2):
             results = []
             for (operands, on), op in ((forward, FORWARD), (backward, BACKWARD)):
                 o = operands

@@ -2,9 +2,10 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tools/reach_kernels.py
 
-Every dtype and mix of dtypes goes through every scheme and cluster size, forward and backward, with
-every activation, with vectors of every width, some gradients left out, and dY in another layout. It
-fails if a scheme was not reached for some dtype, or if a result holds a NaN.
+Every dtype and mix of dtypes goes through every scheme and cluster size, forward and backward, as
+aten's operators and with the activations in turn, with vectors of every width, some gradients left
+out, and dY in another layout. It fails if a scheme was not reached for some dtype, or if a result
+holds a NaN.
 """
 
 from __future__ import annotations
@@ -72,17 +73,19 @@ def main() -> int:
     layouts = itertools.cycle(reference.GRAD_LAYOUTS)
     masks = itertools.cycle(reference.MASKS[1:])
     calls = 0
-    for dtypes, case in itertools.product(DTYPES, CASES):
+    activations = itertools.cycle(reference.ACTIVATIONS[1:])
+    for dtypes in DTYPES:
         reached = set()
-        for (scheme, splits), activation in itertools.product(PINS, reference.ACTIVATIONS):
-            inputs = reference.make_inputs(case, "cuda", *dtypes, dY_layout=next(layouts))
+        for case, (scheme, splits) in itertools.product(CASES, PINS):
             torch.ops.gn_override.pin_plans(scheme, 0, splits, 0)
-            torch.ops.gn_override.reset_counters()
-            run(inputs, next(masks), activation)
-            calls += sum(taken().values())
-            reached |= {key.rpartition(" ")[2] for key in taken()}
+            for activation in ("identity", next(activations)):
+                inputs = reference.make_inputs(case, "cuda", *dtypes, dY_layout=next(layouts))
+                torch.ops.gn_override.reset_counters()
+                run(inputs, next(masks), activation)
+                calls += sum(taken().values())
+                reached |= {key.rpartition(" ")[2] for key in taken()}
         missing = {scheme for scheme, _ in PINS} - reached
-        assert not missing, f"{case.name} {dtypes}: {missing} not reached"
+        assert not missing, f"{dtypes}: {missing} not reached"
     torch.ops.gn_override.pin_plans("", 0, 0, 0)
     torch.cuda.synchronize()
     print(f"{calls} calls")

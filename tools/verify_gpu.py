@@ -35,7 +35,7 @@ import torch
 TESTS = results.ROOT / "tests"
 TOOLS = results.ROOT / "tools"
 SANITIZERS = {
-    "memcheck": "accesses out of bounds, and leaks",
+    "memcheck": "accesses out of bounds",
     "racecheck": "races in shared memory",
     "initcheck": "reads of memory that nobody has written",
     "synccheck": "barriers that not all threads reach",
@@ -62,8 +62,7 @@ class Level:
         prefix = []
         if self.sanitizer:
             prefix = ["compute-sanitizer", "--tool", self.sanitizer, "--error-exitcode", "1"]
-            prefix += ["--leak-check", "full"] if self.sanitizer == "memcheck" else []
-        return [*prefix, sys.executable, *self.arguments]
+            return [*prefix, sys.executable, *self.arguments]
 
 
 def levels(device: str) -> list[Level]:
