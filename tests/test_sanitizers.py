@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import test_plan
 from reference import ACTIVATIONS, MASKS
 from shapes import EDGE_CASES, Case
 
@@ -26,33 +27,38 @@ if not (ROOT / "native").exists():
     pytest.skip("the tests run without the source tree", allow_module_level=True)
 
 
-def compiled(directory: Path, sanitizers: str) -> Path:
-    """The driver with the sanitizers; skips where the compiler does not have them."""
+def compile_with(sanitizers: str, directory: Path, *command: str) -> None:
+    """The C++ compiler in a directory; skips where it does not have the sanitizers."""
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     flags = [*FLAGS, f"-fsanitize={sanitizers}"]
-    (directory / "empty.cpp").write_text("int main() {}\n")
-    for command in ([compiler, *flags, "empty.cpp", "-o", "empty"], ["./empty"]):
-        done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"-fsanitize={sanitizers} does not work here: {done.stderr.strip()}")
+    if not (directory / "empty").exists():
+        (directory / "empty.cpp").write_text("int main() {}\n")
+        for trial in ([compiler, *flags, "empty.cpp", "-o", "empty"], ["./empty"]):
+            done = subprocess.run(trial, cwd=directory, capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"-fsanitize={sanitizers} does not work here: {done.stderr.strip()}")
+    done = subprocess.run(
+        [compiler, *flags, *command], cwd=directory, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
-    def run(*command: str) -> None:
-        done = subprocess.run([compiler, *flags, *command], cwd=directory, capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
 
+def compiled(directory: Path, sanitizers: str) -> Path:
+    """The driver with the sanitizers, beside its objects."""
     setup = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
     sources = {source: [] for source in SOURCES} | setup["INSTRUCTION_SETS"]
     objects = {source: f"{Path(source).stem}.o" for source in sources}
+
+    def run(source: str) -> None:
+        options = (*sources[source], "-c", str(ROOT / source), "-o", objects[source])
+        compile_with(sanitizers, directory, *options)
+
+    run(SOURCES[0])  # alone, as it looks whether the sanitizers work
     with ThreadPoolExecutor(2) as pool:
-        jobs = [
-            pool.submit(run, *sources[source], "-c", str(ROOT / source), "-o", objects[source])
-            for source in reversed(sources)  # the longest first
-        ]
-        for job in jobs:
-            job.result()
-    run(*objects.values(), "-o", "driver", "-pthread")
+        list(pool.map(run, reversed(list(sources)[1:])))  # the longest first
+    compile_with(sanitizers, directory, *objects.values(), "-o", "driver", "-pthread")
     return directory / "driver"
 
 
@@ -129,6 +135,22 @@ def test_addresses_and_undefined_behaviour(driver):
     done = run(driver, asked)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= len(asked)
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_planner(driver, device_type):
+    """Plans and their explanations for both devices, also of shapes that are far too large."""
+    (driver.parent / "planner.cpp").write_text(test_plan.DRIVER)
+    objects = [f"{Path(source).stem}.o" for source in SOURCES if "/plan/" in source]
+    compile_with("address,undefined", driver.parent, "planner.cpp", *objects, "-o", "planner")
+    questions = [
+        (case, backward, dtype, 16)
+        for case in test_plan.ALL_CASES + test_plan.HUGE
+        for backward in (False, True)
+        for dtype in test_plan.SIZES
+    ]
+    answers = test_plan.ask(driver.parent / "planner", device_type, questions)
+    assert len(answers) == len(questions)
 
 
 def test_races(race_driver):

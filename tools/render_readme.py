@@ -125,7 +125,7 @@ def verify(content: dict[str, Any]) -> str:
         numbers = (str(row.get(key, "-")) for key in ("passed", "failed", "skipped", "seconds"))
         source = f"{row['commit']}, {row['date']}"
         rows.append([f"{row['level']}: {row['what']}", row["result"], *numbers, source])
-    header = ["level", "result", "passed", "failed", "skipped", "seconds", "commit"]
+    header = ["level", "result", "passed", "failed", "skipped or as stock", "seconds", "commit"]
     return table(header, rows)
 
 
