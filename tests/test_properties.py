@@ -219,8 +219,8 @@ def test_values(device, case, dtypes, values, eps, seed):
     with expect_calls(device, forward=True, backward=True):
         ours = native(inputs)
     reference = exact(inputs)
-    if float(reference.rstd.max()) > torch.finfo(ours.rstd.dtype).max:
-        return  # backward gets an infinite rstd, in stock too
+    if max(reference.scale.values()) > torch.finfo(inputs.X.dtype).max:
+        return  # half cannot hold the terms
     assert_conditioned(ours, stock(inputs), inputs, reference)
 
 
