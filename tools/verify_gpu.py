@@ -62,7 +62,7 @@ class Level:
         prefix = []
         if self.sanitizer:
             prefix = ["compute-sanitizer", "--tool", self.sanitizer, "--error-exitcode", "1"]
-            return [*prefix, sys.executable, *self.arguments]
+        return [*prefix, sys.executable, *self.arguments]
 
 
 def levels(device: str) -> list[Level]:
