@@ -69,7 +69,7 @@ def levels(device: str) -> list[Level]:
     """Of a device, in the order in which they run."""
     only = ("-k", device)
     many = {"GN_OVERRIDE_TEST_EXAMPLES": "2000" if device == "cuda" else "300"}
-    soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "420"}
+    soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
     marked = ("-m", "cuda and not large") if device == "cuda" else ("-m", "not cuda")
     apart = ("test_opinfo.py", "test_properties.py", "test_faults.py", "test_distributed.py")
     rest = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in apart)
