@@ -23,6 +23,7 @@ SEED = int(os.environ.get("GN_OVERRIDE_TEST_SEED", "0"))
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "cuda: runs on a GPU; skipped with the reason where there is none",
+        "any_torch: does not depend on the version of torch; .ci/run has it once",
         "large: needs tens of GiB of GPU memory; skipped where there is less",
     ):
         config.addinivalue_line("markers", line)

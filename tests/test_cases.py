@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,6 +265,17 @@ def test_05_large_values_do_not_overflow(device, dtype):
     """Squares of 2e4 overflow half, and sums of them lose bfloat16's digits: sums are fp32."""
     inputs = make_inputs(edge("c30"), device, dtype)
     inputs.X.mul_(5e3)
+    assert_parity(native(inputs), inputs)
+    assert calls(FORWARD, device) == calls(BACKWARD, device) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "dtype, size", [(torch.float32, 1e17), (torch.float64, 1e138)], ids=["float", "double"]
+)
+def test_05_huge_values(device, dtype, size):
+    """Variances are still in range. dX has rstd^3 in its formula, which is not."""
+    inputs = make_inputs(edge("d3"), device, dtype)
+    inputs.X.mul_(size)
     assert_parity(native(inputs), inputs)
     assert calls(FORWARD, device) == calls(BACKWARD, device) == (1, 0)
 
@@ -915,3 +928,14 @@ def test_21_switch_is_not_part_of_a_module(device):
     gn_override.disable()
     assert pickle.dumps(norm) == before
     assert "gn_override" not in repr(vars(norm))
+
+
+# --- the list --------------------------------------------------------------------------------
+
+
+def test_every_case_has_a_test():
+    """The project's list has 21 items; the tests of one are named test_<item>_..."""
+    folder = Path(__file__).parent
+    text = "\n".join(path.read_text() for path in sorted(folder.glob("test_*.py")))
+    named = {int(number) for number in re.findall(r"^def test_(\d\d)_", text, re.MULTILINE)}
+    assert named == set(range(1, 22))

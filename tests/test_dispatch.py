@@ -570,20 +570,6 @@ def test_export(device: str, dynamic: bool) -> None:
         torch.testing.assert_close(actual, module(x))
 
 
-def test_opcheck(device: str) -> None:
-    """Schema, autograd registration, fake tensors and AOTAutograd, by PyTorch's own checker."""
-    X, gamma, beta = operands((2, 6, 3, 5), device, torch.float)
-    sizes = (2, 6, 15, GROUPS)
-    torch.library.opcheck(aten.native_group_norm.default, (X, gamma, beta, *sizes, 1e-5))
-    X, gamma = X.detach(), gamma.detach()
-    dY = lay_out(torch.randn(X.shape, device=device), "channels_last")
-    _, mean, rstd = aten.native_group_norm(X, gamma, beta.detach(), *sizes, 1e-5)
-    torch.library.opcheck(
-        aten.native_group_norm_backward.default,
-        (dY, X, mean, rstd, gamma, *sizes, [True, True, True]),
-    )
-
-
 # --- fake tensors -----------------------------------------------------------------------------
 
 DTYPES = [(torch.float, torch.float), (torch.bfloat16, torch.bfloat16), (torch.half, torch.float)]

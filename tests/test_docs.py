@@ -24,6 +24,8 @@ import gn_override
 from gn_override import _bench, _explain
 from gn_override.__main__ import main
 
+pytestmark = pytest.mark.any_torch
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 OWN = [p for p in PAGES if p.name != "reliability.md"]

@@ -37,6 +37,8 @@ from test_build import load_setup
 from test_schemes import assert_same_bits
 from torch import Tensor
 
+pytestmark = pytest.mark.any_torch
+
 ROOT = Path(__file__).resolve().parent.parent
 EMULATOR = ROOT / "tests" / "emulator"
 KERNELS = sorted((ROOT / "native" / "launch").glob("*.cu"))
@@ -194,8 +196,6 @@ def include_flags() -> list[str] | None:
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Path], str], Path]:
     """Compiles sources, as C++ of the emulator, into a shared library."""
     flags = include_flags()
-    if torch.version.cuda is not None:
-        pytest.skip("the kernels know no torch: one without CUDA tests them for all")
     if compiler() is None or flags is None:
         pytest.skip("needs a C++ compiler and CUDA's headers")
 

@@ -1,4 +1,4 @@
-"""Small real networks, and torch's own samples of the two ops, in channels-last.
+"""Small real networks in channels-last.
 
 A network is run in float64 by stock for the reference. Its bound is stock's own error plus the
 floor of reference.py, once for each norm on the way and once for the result itself.
@@ -6,7 +6,6 @@ floor of reference.py, once for each norm on the way and once for the result its
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -15,23 +14,14 @@ import torch.nn.functional as F
 from reference import (
     BACKWARD,
     FORWARD,
-    Inputs,
-    Results,
-    assert_parity,
     calls,
-    composite,
     floor,
-    is_channels_last,
-    lay_out,
     max_error,
-    native,
     override_off,
 )
 from torch import Tensor, nn
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
 
-import gn_override
+import gn_override  # noqa: F401  (loads the extension and switches on)
 
 pytestmark = pytest.mark.usefixtures("poison", "exact_convolutions")
 
@@ -239,100 +229,3 @@ def test_training_goes_down(device):
     # Rounding differences grow with the steps; they start at an ulp of float32.
     for step_number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert abs(a - b) <= 1e-5 * 4**step_number * abs(b)
-
-
-# --- torch's own samples ---------------------------------------------------------------------
-
-
-def sample_inputs(name: str, device: str, dtype: torch.dtype) -> list[Inputs]:
-    """op_db's samples of an op as Inputs, X in channels-last where it has that layout."""
-    infos = [op for op in op_db if op.name == name]
-    if not infos:
-        pytest.skip(f"torch {torch.__version__} has no samples of {name}")
-    info = infos[0]
-    found = []
-    for sample in info.sample_inputs(device, dtype, requires_grad=False):
-        if name == "native_group_norm":
-            gamma, beta, *_, groups, eps = sample.args
-        else:
-            (groups,) = sample.args
-            gamma, beta = sample.kwargs.get("weight"), sample.kwargs.get("bias")
-            eps = sample.kwargs.get("eps", 1e-5)
-        X = lay_out(sample.input.detach(), "channels_last")
-        dY = torch.randn(X.shape).to(device, dtype)
-        found.append(Inputs(X, gamma, beta, dY, groups, eps))
-    return found
-
-
-def check(inputs: Inputs) -> None:
-    if inputs.X.numel() == 0:
-        assert composite(inputs).Y.shape == inputs.X.shape
-    elif is_channels_last(inputs.X):
-        assert_parity(native(inputs), inputs)
-    else:
-        ours = composite(inputs)
-        assert_parity(
-            ours, inputs, only=[name for name, value in vars(ours).items() if value is not None]
-        )
-
-
-@pytest.mark.parametrize("name", ["native_group_norm", "nn.functional.group_norm"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
-)
-def test_op_samples(device, name, dtype):
-    """The samples of torch.testing's op_db, which leaves channels-last to the CPU."""
-    samples = sample_inputs(name, device, dtype)
-    served = sum(is_channels_last(inputs.X) and inputs.X.numel() > 0 for inputs in samples)
-    assert served >= 2
-    for inputs in samples:
-        check(inputs)
-    assert calls(FORWARD, device)[0] >= served
-
-
-def test_op_error_samples(device):
-    """op_db's bad inputs raise with the override what they raise without."""
-    (info,) = [op for op in op_db if op.name == "nn.functional.group_norm"]
-    seen = 0
-    for error in info.error_inputs(device):
-        sample = error.sample_input
-        X = sample.input
-        if X.dim() > 2:
-            X = lay_out(X, "channels_last")
-        outcomes = []
-        for off in (False, True):
-            gn_override.disable() if off else gn_override.enable()
-            with pytest.raises(error.error_type, match=error.error_regex) as caught:
-                F.group_norm(X, *sample.args, **sample.kwargs)
-            outcomes.append((type(caught.value), str(caught.value)))
-        assert outcomes[0] == outcomes[1]
-        seen += 1
-    assert seen >= 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_module_samples(device, dtype):
-    """#98089: gradients of torch's own module samples, in channels-last, on every device."""
-    (info,) = [module for module in module_db if module.module_cls is nn.GroupNorm]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        samples = info.module_inputs_func(info, device, dtype, requires_grad=False, training=True)
-    assert len(samples) >= 5
-    for sample in samples:
-        build, call = sample.constructor_input, sample.forward_input
-        norm = nn.GroupNorm(*build.args, **build.kwargs).to(device, dtype)
-        X = lay_out(call.args[0].detach(), "channels_last").requires_grad_()
-        parameters = [norm.weight, norm.bias]
-        for parameter in norm.parameters():
-            nn.init.normal_(parameter)
-        Y = norm(X)
-        dY = torch.randn_like(Y)
-        Y.backward(dY)
-        gamma, beta = (None if p is None else p.detach() for p in parameters)
-        inputs = Inputs(X.detach(), gamma, beta, dY, norm.num_groups, norm.eps)
-        grads = [None if p is None else p.grad for p in parameters]
-        asked = zip(("dgamma", "dbeta"), parameters, strict=True)
-        only = ["Y", "dX", *(name for name, p in asked if p is not None)]
-        assert_parity(Results(Y.detach(), None, None, X.grad, *grads), inputs, only=only)
-    assert calls(FORWARD, device)[0] >= 2
-    assert calls(BACKWARD, device)[0] >= 2

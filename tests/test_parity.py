@@ -7,7 +7,9 @@ Each test asserts by the counters which kernels really ran.
 from __future__ import annotations
 
 import copy
+import json
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -159,6 +161,30 @@ def test_layouts_of_gradient_for_contiguous_input(device, case, dtype, dY_layout
     with expect_calls(device, forward=False, backward=False):
         ours = composite(inputs)
     assert_parity(ours, inputs, only=("Y", "dX", "dgamma", "dbeta"))
+
+
+@pytest.fixture
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The CPU kernels of one instruction set, which the machine has."""
+    choose = torch.ops.gn_override.set_cpu_instruction_set
+    best = json.loads(torch.ops.gn_override.build_info())["cpu_instruction_set"]
+    if not choose(request.param):
+        pytest.skip(f"this machine does not have {request.param}")
+    yield request.param
+    assert choose(best)
+
+
+@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"], indirect=True)
+@few_cases
+@all_dtypes
+@pytest.mark.parametrize("size", [1.0, 2.0**-22], ids=["normal", "subnormal half"])
+def test_instruction_sets(instruction_set, case, dtypes, size):
+    """Those that the machine would not choose, too; results down to where half is subnormal."""
+    inputs = make_inputs(case, "cpu", *dtypes)
+    inputs.gamma, inputs.beta, inputs.dY = (
+        t * size for t in (inputs.gamma, inputs.beta, inputs.dY)
+    )
+    assert_parity(run_ours(inputs), inputs)
 
 
 @few_cases

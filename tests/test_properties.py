@@ -21,15 +21,25 @@ from reference import (
     GRAD_LAYOUTS,
     LAYOUTS,
     MASKS,
+    RESULTS,
+    Inputs,
+    Results,
+    assert_close,
     assert_layout_follows,
     assert_parity,
     composite,
+    exact,
     expect_calls,
+    floor,
     is_channels_last,
+    lay_out,
     make_inputs,
+    max_error,
     native,
+    stock,
 )
 from shapes import Case
+from torch import Tensor
 
 random_calls = settings(
     max_examples=int(os.environ.get("GN_OVERRIDE_TEST_EXAMPLES", "100")),
@@ -63,6 +73,25 @@ def cases(draw: st.DrawFn) -> Case:
     return Case("random", (N, G * D, *spatial), G)
 
 
+def assert_conditioned(ours: Results, theirs: Results, inputs: Inputs, reference: Results) -> None:
+    """The suite's bound, with what the error of the mean adds to the other results.
+
+    A mean off by an ulp moves them by |mean| / deviation of their own ulps: the condition of the
+    problem. Twice that, as an ulp is one to two times its dtype's epsilon.
+    """
+    scales = exact(inputs)
+    condition = float(abs(scales.mean * scales.rstd).max())
+    for name in RESULTS:
+        scale = scales.scale[name] * (1 if name == "mean" else max(1.0, 2 * condition))
+        results = (getattr(r, name) for r in (ours, theirs, reference))
+        assert_close(*results, name, scale)
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Equal bit for bit, or both undefined."""
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
 @random_calls
 @given(
     case=cases(),
@@ -85,6 +114,9 @@ def test_native_ops(device, case, dtypes, layout, dY_layout, affine, mask, eps, 
         ours = native(inputs, mask)
     assert_parity(ours, inputs, mask)
     assert_layout_follows(inputs.X, ours.Y, ours.dX)
+    again = native(inputs, mask)
+    for name in RESULTS:
+        assert same(getattr(ours, name), getattr(again, name)), name
 
 
 @random_calls
@@ -107,3 +139,214 @@ def test_group_norm_in_any_layout(device, case, dtype, layout, dY_layout, affine
     assert_parity(
         ours, inputs, only=[name for name, value in vars(ours).items() if value is not None]
     )
+
+
+# --- strides ---------------------------------------------------------------------------------
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[Case, list[slice], tuple[int, int] | None, int]:
+    """A case to draw a tensor of, a slice of each dimension, dimensions that change places, and an
+    offset into the storage: a view with any strides.
+    """
+    case = draw(cases())
+    slices = []
+    for dim, size in enumerate(case.shape):
+        step = draw(st.sampled_from([1, 1, 1, 2, 3]))
+        start = draw(st.integers(0, min(size - 1, 3))) if dim != 1 else 0
+        slices.append(slice(start, None, step if dim != 1 else 1))
+    swap = draw(st.sampled_from([None, (0, -1), (2, -1)]))
+    return case, slices, swap, draw(st.integers(0, 9))
+
+
+@random_calls
+@given(
+    view=views(),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+    layout=st.sampled_from(["channels_last", "nchw", "permuted"]),
+    seed=st.integers(0, 1 << 31),
+)
+def test_any_view(device, view, dtype, layout, seed):
+    """Whatever the strides and the offset of X and dY are, values are right: never an error."""
+    case, slices, swap, offset = view
+    torch.manual_seed(seed)
+    inputs = make_inputs(case, device, dtype, layout=layout)
+
+    def viewed(t: Tensor) -> Tensor:
+        storage = torch.empty(t.numel() + offset, dtype=dtype, device=device)
+        moved = storage[offset:].as_strided(t.shape, t.stride(), offset)
+        view = moved.copy_(t)[tuple(slices)]
+        return view if swap is None or swap[0] == t.dim() - 1 else view.transpose(*swap)
+
+    inputs.X, inputs.dY = viewed(inputs.X), viewed(inputs.dY)
+    N, _, HxW, _ = inputs.sizes
+    if N * HxW * case.D == 1 or HxW * case.D == 1:
+        return  # refused by torch, or without any deviation
+    ours = composite(inputs)
+    assert_parity(ours, inputs, only=("Y", "dX", "dgamma", "dbeta"))
+
+
+# --- values ----------------------------------------------------------------------------------
+
+# X from normal numbers; "subnormal" and "huge" are of the dtype's range.
+VALUES = {
+    "large mean": lambda X: X + 1000,
+    "tiny variance": lambda X: X * 1e-4,
+    "large mean, tiny variance": lambda X: X * 0.01 + 100,
+    "constant": lambda X: torch.full_like(X, 0.3),
+    "constant in a group": lambda X: X[..., :1].expand(X.shape).clone(),
+    "zero": torch.zeros_like,
+    "subnormal": lambda X: X * (torch.finfo(X.dtype).tiny / 4),
+    "huge": lambda X: X * torch.finfo(X.dtype).max ** 0.45,
+    "one outlier": lambda X: X.index_fill(0, torch.zeros(1, dtype=torch.long, device=X.device), 50),
+}
+
+
+@random_calls
+@given(
+    case=cases(),
+    dtypes=st.sampled_from(DTYPES),
+    values=st.sampled_from(sorted(VALUES)),
+    eps=st.sampled_from([1e-5, 1e-3, 1e-12]),
+    seed=st.integers(0, 1 << 31),
+)
+def test_values(device, case, dtypes, values, eps, seed):
+    torch.manual_seed(seed)
+    inputs = make_inputs(case, device, *dtypes, eps=eps)
+    if not is_channels_last(inputs.X):
+        return
+    inputs.X = lay_out(VALUES[values](inputs.X), "channels_last")
+    with expect_calls(device, forward=True, backward=True):
+        ours = native(inputs)
+    reference = exact(inputs)
+    if max(reference.scale.values()) > torch.finfo(inputs.X.dtype).max:
+        return  # half cannot hold the terms
+    assert_conditioned(ours, stock(inputs), inputs, reference)
+
+
+@random_calls
+@given(
+    case=cases(),
+    dtypes=st.sampled_from(DTYPES),
+    value=st.sampled_from([math.nan, math.inf, -math.inf]),
+    data=st.data(),
+    seed=st.integers(0, 1 << 31),
+)
+def test_what_is_not_finite_stays_in_its_group(device, case, dtypes, value, data, seed):
+    """One element of X: every other group has the bits that it has without."""
+    torch.manual_seed(seed)
+    inputs = make_inputs(case, device, *dtypes)
+    if not is_channels_last(inputs.X):
+        return
+    clean = native(inputs)
+    n, c, *pixel = (data.draw(st.integers(0, size - 1)) for size in case.shape)
+    inputs.X[(n, c, *pixel)] = value
+    ours = native(inputs)
+    g = c // case.D
+    for name in ("Y", "dX", "mean", "rstd"):
+        was, now = (getattr(r, name).reshape(case.N, case.G, -1).clone() for r in (clean, ours))
+        if name != "rstd":  # of an infinite variance it is 0
+            assert not now[n, g].isfinite().any(), name
+        was[n, g] = now[n, g] = 0
+        assert torch.equal(was, now), name
+    for name in ("dgamma", "dbeta"):
+        was, now = (getattr(r, name).reshape(case.G, -1).clone() for r in (clean, ours))
+        if name == "dgamma":
+            assert now[g].isnan().all()
+            was[g] = now[g] = 0
+        assert torch.equal(was, now), name
+
+
+# --- what the formulas promise ---------------------------------------------------------------
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@random_calls
+@given(
+    case=cases(),
+    dtype=st.sampled_from(FLOATS),
+    power=st.sampled_from([-12, -3, 2, 9]),
+    seed=st.integers(0, 1 << 31),
+)
+def test_scale_of_X(device, case, dtype, power, seed):
+    """2^k X with 4^k eps: Y is the same, bit for bit, since powers of two round nothing."""
+    torch.manual_seed(seed)
+    inputs = make_inputs(case, device, dtype, eps=2.0**-16)
+    if not is_channels_last(inputs.X):
+        return
+    ours = native(inputs)
+    scaled = native(
+        Inputs(
+            inputs.X * 2.0**power,
+            inputs.gamma,
+            inputs.beta,
+            inputs.dY,
+            inputs.groups,
+            inputs.eps * 4.0**power,
+        )
+    )
+    assert torch.equal(scaled.Y, ours.Y)
+    assert torch.equal(scaled.mean, ours.mean * 2.0**power)
+    assert torch.equal(scaled.rstd, ours.rstd * 2.0**-power)
+    assert torch.equal(scaled.dX, ours.dX * 2.0**-power)
+    assert torch.equal(scaled.dgamma, ours.dgamma) and torch.equal(scaled.dbeta, ours.dbeta)
+
+
+@random_calls
+@given(
+    case=cases(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    shift=st.integers(-4096, 4096),
+    seed=st.integers(0, 1 << 31),
+)
+def test_shift_of_X(device, case, dtype, shift, seed):
+    """X + c, exact in the dtype, against the exact Y of X."""
+    torch.manual_seed(seed)
+    inputs = make_inputs(case, device, dtype)
+    if not is_channels_last(inputs.X):
+        return
+    inputs.X = (inputs.X * 16).round() / 16
+    reference = exact(inputs)
+    inputs.X = inputs.X + shift
+    reference.mean = reference.mean + shift
+    assert_conditioned(native(inputs), stock(inputs), inputs, reference)
+
+
+@random_calls
+@given(
+    case=cases(),
+    dtype=st.sampled_from(FLOATS),
+    power=st.sampled_from([-9, -1, 3, 12]),
+    seed=st.integers(0, 1 << 31),
+)
+def test_backward_is_linear_in_dY(device, case, dtype, power, seed):
+    """Powers of two bit for bit, nothing of nothing, and sums up to the bounds of their parts."""
+    torch.manual_seed(seed)
+    inputs = make_inputs(case, device, dtype)
+    if not is_channels_last(inputs.X):
+        return
+
+    def gradients(dY: Tensor) -> dict[str, Tensor]:
+        ours = native(Inputs(inputs.X, inputs.gamma, inputs.beta, dY, inputs.groups))
+        return {name: getattr(ours, name) for name in ("dX", "dgamma", "dbeta")}
+
+    whole = gradients(inputs.dY)
+    for name, value in gradients(inputs.dY * 2.0**power).items():
+        assert torch.equal(value, whole[name] * 2.0**power), name
+    for name, value in gradients(torch.zeros_like(inputs.dY)).items():
+        assert not value.any(), name
+    parts = [(inputs.dY * 8).round() / 8, (inputs.dY * 4).round() / 4]
+    parts = [part.clamp(-4, 4) for part in parts]  # of six binary digits: their sum is exact
+    found: list[dict[str, Tensor]] = []
+    limits = dict.fromkeys(("dX", "dgamma", "dbeta"), 0.0)
+    for dY in (*parts, parts[0] + parts[1]):
+        each = Inputs(inputs.X, inputs.gamma, inputs.beta, dY, inputs.groups)
+        reference, theirs = exact(each), stock(each)
+        for name in limits:
+            limits[name] += floor(reference.scale[name], dtype)
+            limits[name] += max_error(getattr(theirs, name), getattr(reference, name))
+        found.append(gradients(dY))
+    for name, limit in limits.items():
+        a, b, both = (grads[name].double() for grads in found)
+        assert (both - a - b).abs().max() <= limit, name

@@ -19,6 +19,7 @@ from shapes import Case
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import bench
 import bench_host
+import convergence
 import kernel_table
 import peers
 import progress
@@ -26,6 +27,7 @@ import results
 import sweep
 import timing
 import tune
+import verify_gpu
 
 from gn_override import _picture
 
@@ -385,9 +387,10 @@ def test_progress_is_a_line_or_a_bar(terminal, monkeypatch, capsys):
 
 
 def test_the_command_of_a_results_file_names_no_place(monkeypatch):
-    argv = ["tools/bench.py", "--plot", "/x/y.svg", "--output", "kernels", "--folder", "/x"]
-    monkeypatch.setattr(sys, "argv", argv)
-    assert results.command() == "python tools/bench.py --output kernels"
+    options = ["--plot", "/x/y.svg", "--output", "kernels", "--folder", "/x"]
+    for script in ("tools/bench.py", str(results.ROOT / "tools" / "bench.py")):
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        assert results.command() == "python tools/bench.py --output kernels"
 
 
 # tools/sweep.py.
@@ -582,3 +585,85 @@ def test_tune_compiles(tmp_path):
     source, target = results.ROOT / "tools" / "tune.cu", tmp_path / "tune.o"
     subprocess.run([*compiler, str(source), "-o", str(target)], check=True)
     assert target.exists()
+
+
+# --- convergence, verification ---------------------------------------------------------------
+
+
+def test_convergence_is_within_the_noise_of_two_seeds():
+    steps = 2 * convergence.WINDOW
+    stock, other = [2.0] * steps, [1.5] * convergence.WINDOW + [0.4] * convergence.WINDOW
+    names = [name for name, *_ in convergence.RUNS]
+
+    def verdict(*ours):
+        return convergence.verdict(dict(zip(names, (stock, other, list(ours)), strict=True)))
+
+    assert convergence.smooth(stock) == [2.0, 2.0]
+    near = verdict(*[2.1] * convergence.WINDOW, *[0.5] * convergence.WINDOW)
+    assert near["good"] and near["ours to stock"] == 1.5 and near["between two seeds"] == 1.6
+    assert not verdict(*[2.1] * convergence.WINDOW, *[0.3] * convergence.WINDOW)["good"]
+    assert not verdict(*stock)["good"], "it does not learn"
+
+
+def test_convergence_trains_on_and_off(tmp_path, monkeypatch, capsys):
+    options = ["--steps", "20", "--folder", str(tmp_path), "--output", "few"]
+    monkeypatch.setattr("sys.argv", ["convergence.py", *options])
+    assert convergence.main() == 1, "20 steps teach nothing"
+    rows = json.loads((tmp_path / "few.json").read_text())["rows"]
+    for row in rows:
+        stock, other, ours = row["losses"].values()
+        assert len(stock) == len(ours) == 20 and stock[0] != other[0]
+        assert abs(stock[0] - ours[0]) < 0.01
+    assert "float32" in capsys.readouterr().out
+
+
+def test_levels_name_files_that_exist():
+    for device in ("cpu", "cuda"):
+        levels = verify_gpu.levels(device)
+        assert len({level.name for level in levels}) == len(levels)
+        for level in levels:
+            files = [word for word in level.command() if word.endswith(".py")]
+            assert files and all(Path(file).exists() for file in files)
+    apart = [level for level in verify_gpu.levels("cuda") if level.name != "large"]
+    tests = {test for level in apart for test in level.tests}
+    assert tests == {path.name for path in Path(__file__).parent.glob("test_*.py")}
+    assert set(verify_gpu.SANITIZERS) <= {level.name for level in verify_gpu.levels("cuda")}
+
+
+@pytest.mark.parametrize(
+    "body, result, counts",
+    [
+        ("def test_a(): pass\ndef test_b(): pass", "passed", (2, 0, 0)),
+        ("def test_a(): pass\ndef test_b(): assert 0", "failed (1)", (1, 1, 0)),
+        (
+            "import pytest\ndef test_a(): pytest.skip()",
+            "not run: everything was skipped",
+            (0, 0, 1),
+        ),
+    ],
+    ids=["passed", "failed", "skipped"],
+)
+def test_a_level_of_tests(body, result, counts, tmp_path, monkeypatch):
+    (tmp_path / "test_it.py").write_text(body)
+    monkeypatch.setattr(verify_gpu, "TESTS", tmp_path)
+    row = verify_gpu.run(verify_gpu.Level("it", "what", (), ("test_it.py",)))
+    assert row["result"] == result
+    assert (row["passed"], row["failed"], row["skipped"]) == counts
+
+
+def test_a_level_without_its_sanitizer(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    row = verify_gpu.run(verify_gpu.Level("it", "what", ("-c", ""), sanitizer="memcheck"))
+    assert row["result"] == "not run: no compute-sanitizer"
+
+
+def test_levels_that_ran_replace_their_rows():
+    old = [{"level": "a", "result": "failed (1)"}, {"level": "b", "result": "passed"}]
+    new = [{"level": "a", "result": "passed"}, {"level": "c", "result": "passed"}]
+    rows = verify_gpu.merged(old, new, ["c", "a", "b"])
+    assert [(row["level"], row["result"]) for row in rows] == [
+        ("c", "passed"),
+        ("a", "passed"),
+        ("b", "passed"),
+    ]
+    assert "a             passed" in verify_gpu.table(rows)

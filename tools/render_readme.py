@@ -1,4 +1,4 @@
-"""Fills the tables of README.md and docs/benchmarks.md from the files in benchmarks/results.
+"""Fills the tables of README.md and docs/ from the files in benchmarks/results.
 
     python tools/render_readme.py           # rewrites them
     python tools/render_readme.py --check   # fails if that would change one
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+FILES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/reliability.md"))
 RESULTS = ROOT / "benchmarks" / "results"
 
 _BLOCK = re.compile(
@@ -34,6 +34,8 @@ _COMMANDS = {
     "cpu": "python tools/bench_cpu.py --output {name}",
     "sweep": "python tools/sweep.py --output {name}",
     "host": "python tools/bench_host.py --output {name}",
+    "verify": "python tools/verify_gpu.py --output {name}",
+    "convergence": "python tools/convergence.py --device cuda --output {name}",
 }
 
 
@@ -194,12 +196,36 @@ def host(content: dict[str, Any]) -> str:
     return table(["host us a call", "stock", "off", "on", "off / stock", "on / stock"], rows)
 
 
+def verify(content: dict[str, Any]) -> str:
+    """Rows of tools/verify_gpu.py: levels, which may be of several commits."""
+    rows = []
+    for row in content["rows"]:
+        numbers = (str(row.get(key, "-")) for key in ("passed", "failed", "skipped", "seconds"))
+        source = f"{row['commit']}, {row['date']}"
+        rows.append([f"{row['level']}: {row['what']}", row["result"], *numbers, source])
+    header = ["level", "result", "passed", "failed", "skipped or as stock", "seconds", "commit"]
+    return table(header, rows)
+
+
+def convergence(content: dict[str, Any]) -> str:
+    """Rows of tools/convergence.py: the largest differences of smoothed losses."""
+    keys = ("between two seeds", "ours to stock", "last loss")
+    rows = [
+        [row["dtype"], *(str(row[key]) for key in keys), "passed" if row["good"] else "failed"]
+        for row in content["rows"]
+    ]
+    header = ["dtype", "two stock seeds differ by", "ours and stock differ by", "last loss"]
+    return table([*header, "result"], rows)
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
     "cpu": cpu,
     "sweep": sweep,
     "host": host,
+    "verify": verify,
+    "convergence": convergence,
 }
 
 

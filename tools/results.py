@@ -37,7 +37,9 @@ def commit() -> str:
 
 def command() -> str:
     """The command line, without the places that files are written to."""
-    words = list(sys.argv)
+    script = Path(sys.argv[0]).resolve()
+    inside = script.is_relative_to(ROOT)
+    words = [str(script.relative_to(ROOT)) if inside else sys.argv[0], *sys.argv[1:]]
     for option in ("--folder", "--plot", "--roofline"):
         if option in words:
             at = words.index(option)

@@ -100,6 +100,10 @@ bool is_enabled() {
   return is_on();
 }
 
+bool set_cpu_instruction_set_op(std::string_view name) {
+  return set_cpu_instruction_set(std::string(name).c_str());
+}
+
 c10::Dict<std::string, int64_t> counters_op() {
   c10::Dict<std::string, int64_t> result;
   for (const auto& [name, calls] : counters()) {
@@ -248,6 +252,8 @@ TORCH_LIBRARY(gn_override, m) {
       "int alignment, str activation=\"identity\") -> str",
       explain_shape);
   m.def("build_info() -> str", build_info);
+  m.def(
+      "set_cpu_instruction_set(str name) -> bool", set_cpu_instruction_set_op);
 #if GN_OVERRIDE_WITH_CUDA
   m.def(
       "pin_plans(str scheme, int columns, int splits, int threads) -> ()",

@@ -796,7 +796,8 @@ void finish_sums(
     const double sum_1 = dot(dZ_scale + c, dbeta + c, D);
     multiply(dgamma + c, D, r);
     multiply(dZ_scale + c, D, rounded);
-    fill(X_scale + c, D, static_cast<A>(-r * r * r * sum_X / count));
+    // In this order: r^3 alone underflows where X is huge.
+    fill(X_scale + c, D, static_cast<A>(-r * (r * (r * sum_X)) / count));
     fill(shift + c, D, static_cast<A>(-r * sum_1 / count));
   }
   copy_folds(dZ_scale, begin, end, sample.C, sample.fold);

@@ -213,9 +213,12 @@ inline void store(Half* p, FloatVector v) {
   const Int32Vector sign = (bits >> 16) & 0x8000;
   const Int32Vector magnitude = bits & 0x7fffffff;
   // Normal numbers: rebias the exponent, round to nearest even in the carry. A
-  // carry out of the largest one gives infinity, as it should.
-  const Int32Vector normal =
-      (magnitude - (112 << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // carry out of the largest one gives infinity, as it should. Unsigned: what
+  // is not normal, and is not used, wraps around.
+  const auto even = (UInt32Vector)(magnitude >> 13) & 1;
+  const auto normal =
+      (Int32Vector)(((UInt32Vector)magnitude - (112u << 23) + 0xfff + even) >>
+                    13);
   // Subnormal ones: the unit in the last place of [0.5, 1) is that of half's
   // subnormals, so the addition rounds.
   const auto shifted = (Int32Vector)((FloatVector)magnitude + 0.5f);

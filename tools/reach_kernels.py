@@ -1,0 +1,96 @@
+"""Reach every CUDA kernel and row of the policy with small tensors: a program for a sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python tools/reach_kernels.py
+
+Every dtype and mix of dtypes goes through every scheme and cluster size, forward and backward, as
+aten's operators and with the activations in turn, with vectors of every width, some gradients left
+out, and dY in another layout. It fails if a scheme was not reached for some dtype, or if a result
+holds a NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import results
+import torch
+
+sys.path.insert(0, str(results.ROOT / "tests"))
+import reference
+import shapes
+
+import gn_override  # noqa: F401  (loads the extension and switches on)
+
+# Vectors of 8, 2 and 1; more than one column tile; samples that waves and clusters share unevenly.
+CASES = (
+    shapes.Case("d10", (5, 40, 13, 11), 4),
+    shapes.Case("vectors_of_two", (3, 6, 9, 31), 3),
+    shapes.Case("odd", (3, 9, 7, 11), 3),
+    shapes.Case("many_tiles", (2, 1040, 7, 5), 26),
+)
+# (scheme, blocks of a cluster or samples of a wave), as tests/test_schemes.py has them.
+PINS = (
+    *(("resident", blocks) for blocks in (1, 2, 4, 8, 16)),
+    *(("cooperative", samples) for samples in (0, 1, 2)),
+    ("two_pass", 0),
+)
+DTYPES = (
+    (torch.float32, None),
+    (torch.float64, None),
+    (torch.float16, None),
+    (torch.bfloat16, None),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32),
+)
+
+
+def taken() -> dict[str, int]:
+    """Calls that our kernels took, by operator and rule."""
+    counters = torch.ops.gn_override.counters()
+    return {key: n for key, n in counters.items() if " aten" not in key}
+
+
+def run(inputs: reference.Inputs, mask: reference.Mask, activation: str) -> None:
+    i = inputs
+    if activation == "identity":
+        ours = reference.native(i, mask)
+        found = [t for t in vars(ours).values() if t is not None]
+    else:
+        ops = torch.ops.gn_override
+        Y, mean, rstd = ops.group_norm_act(i.X, i.groups, i.gamma, i.beta, i.eps, activation)
+        grads = ops.group_norm_act_backward(
+            i.dY, i.X, mean, rstd, i.gamma, i.beta, i.groups, activation, list(mask)
+        )
+        found = [Y, mean, rstd, *(t for t in grads if t is not None)]
+    for tensor in found:
+        assert not tensor.isnan().any(), f"NaN: {tuple(i.X.shape)} {i.X.dtype} {activation}"
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        sys.exit("no GPU is visible")
+    layouts = itertools.cycle(reference.GRAD_LAYOUTS)
+    masks = itertools.cycle(reference.MASKS[1:])
+    calls = 0
+    activations = itertools.cycle(reference.ACTIVATIONS[1:])
+    for dtypes in DTYPES:
+        reached = set()
+        for case, (scheme, splits) in itertools.product(CASES, PINS):
+            torch.ops.gn_override.pin_plans(scheme, 0, splits, 0)
+            for activation in ("identity", next(activations)):
+                inputs = reference.make_inputs(case, "cuda", *dtypes, dY_layout=next(layouts))
+                torch.ops.gn_override.reset_counters()
+                run(inputs, next(masks), activation)
+                calls += sum(taken().values())
+                reached |= {key.rpartition(" ")[2] for key in taken()}
+        missing = {scheme for scheme, _ in PINS} - reached
+        assert not missing, f"{dtypes}: {missing} not reached"
+    torch.ops.gn_override.pin_plans("", 0, 0, 0)
+    torch.cuda.synchronize()
+    print(f"{calls} calls")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""Everything that must hold on a GPU machine, by one command, level by level.
+
+    python tools/verify_gpu.py --output verify-h200              # all of it
+    python tools/verify_gpu.py torch memcheck --output verify-h200
+    python tools/verify_gpu.py --list
+
+Each level is a command of its own that takes at most some ten minutes. With --output the rows of
+the levels that ran replace theirs in the results file, and the others stay: levels may run one by
+one. --device cpu runs what a machine without a GPU can. The table comes last; the exit status is 0
+if every level that ran passed. docs/reliability.md shows the results file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import progress
+import results
+import torch
+
+TESTS = results.ROOT / "tests"
+TOOLS = results.ROOT / "tools"
+SANITIZERS = {
+    "memcheck": "accesses out of bounds",
+    "racecheck": "races in shared memory",
+    "initcheck": "reads of memory that nobody has written",
+    "synccheck": "barriers that not all threads reach",
+}
+
+
+@dataclass(frozen=True)
+class Level:
+    """One command. `arguments` of pytest if `tests` are named, else of python."""
+
+    name: str
+    what: str
+    arguments: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+    sanitizer: str = ""
+
+    def command(self, report: str = "REPORT") -> list[str]:
+        """What runs; pytest writes its counts to the file `report`."""
+        if self.tests:
+            files = [str(TESTS / test) for test in self.tests]
+            options = ["-p", "no:cacheprovider", "-q", f"--junitxml={report}"]
+            return [sys.executable, "-m", "pytest", *files, *self.arguments, *options]
+        prefix = []
+        if self.sanitizer:
+            prefix = ["compute-sanitizer", "--tool", self.sanitizer, "--error-exitcode", "1"]
+        return [*prefix, sys.executable, *self.arguments]
+
+
+def levels(device: str) -> list[Level]:
+    """Of a device, in the order in which they run."""
+    only = ("-k", device)
+    many = {"GN_OVERRIDE_TEST_EXAMPLES": "2000" if device == "cuda" else "300"}
+    soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
+    marked = ("-m", "cuda and not large") if device == "cuda" else ("-m", "not cuda")
+    apart = ("test_opinfo.py", "test_properties.py", "test_faults.py", "test_distributed.py")
+    rest = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in apart)
+    found = [
+        Level("suite", "parity, cases, dispatch, compile, schemes, models", marked, tuple(rest)),
+        Level(
+            "torch",
+            "PyTorch's own samples of op_db and module_db, with its checks",
+            only,
+            ("test_opinfo.py",),
+        ),
+        Level(
+            "properties",
+            f"random calls, {many['GN_OVERRIDE_TEST_EXAMPLES']} examples of each property",
+            only,
+            ("test_properties.py",),
+            many,
+        ),
+        Level(
+            "faults",
+            "threads, workers, memory that runs out, replays",
+            ("-m", "not large", "-k", f"not soak and (workers or {device})"),
+            ("test_faults.py",),
+        ),
+        Level(
+            "soak",
+            "training steps for seven minutes",
+            ("-k", f"soak and {device}"),
+            ("test_faults.py",),
+            soak,
+        ),
+        Level(
+            "distributed", "DDP, FSDP2, DTensor in two processes", only, ("test_distributed.py",)
+        ),
+        Level(
+            "convergence",
+            "training with the override off and on",
+            (str(TOOLS / "convergence.py"), "--device", device),
+        ),
+    ]
+    if device == "cuda":
+        everything = tuple(sorted(path.name for path in TESTS.glob("test_*.py")))
+        found.insert(1, Level("large", "more than 2^31 elements", ("-m", "large"), everything))
+        for tool, what in SANITIZERS.items():
+            # Each tensor a block of its own: a block of the cache has neighbours.
+            environ = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            program = (str(TOOLS / "reach_kernels.py"),)
+            found.append(Level(tool, f"every kernel and plan: {what}", program, (), environ, tool))
+    return found
+
+
+def counts(report: Path) -> dict[str, int]:
+    """Tests that passed, failed and were skipped or expected to fail, of a pytest report."""
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    total, failed, skipped = (
+        sum(int(suite.get(name, "0")) for suite in suites for name in names)
+        for names in (("tests",), ("failures", "errors"), ("skipped",))
+    )
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def run(level: Level) -> dict[str, Any]:
+    """A row: what ran, with which result. The output of a command that fails is printed."""
+    row: dict[str, Any] = {
+        "level": level.name,
+        "what": level.what,
+        "commit": results.commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+    if level.sanitizer and not shutil.which("compute-sanitizer"):
+        return row | {"result": "not run: no compute-sanitizer"}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = level.command(str(report))
+        started = time.monotonic()
+        done = subprocess.run(
+            command,
+            cwd=folder,  # not the root, where Python would find the sources
+            env={**os.environ, **level.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        row["seconds"] = round(time.monotonic() - started)
+        if report.exists():
+            row |= counts(report)
+        ran = done.returncode == 0 and row.get("passed", 1) > 0
+    row["result"] = "passed" if ran else f"failed ({done.returncode})"
+    if done.returncode == 0 and not ran:
+        row["result"] = "not run: everything was skipped"
+    calls = re.findall(r"^(\d+) calls$", done.stdout, re.MULTILINE)
+    if calls:
+        row["passed"] = int(calls[-1])
+    if done.returncode != 0:
+        print(f"$ {shlex.join(command)}\n{done.stdout[-6000:]}", flush=True)
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [f"{'level':<14}{'result':<36}{'passed':>8}{'failed':>8}{'skipped':>8}{'seconds':>9}"]
+    for row in rows:
+        line = f"{row['level']:<14}{row['result']:<36}"
+        for key, width in (("passed", 8), ("failed", 8), ("skipped", 8), ("seconds", 9)):
+            line += f"{row.get(key, '-'):>{width}}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def merged(
+    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], order: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The rows of the levels, those that ran now in place of those of before."""
+    rows = {row["level"]: row for row in (*old, *new)}
+    return [rows[name] for name in order if name in rows]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("levels", nargs="*", help="names of levels; default: all")
+    parser.add_argument("--list", action="store_true", help="show the levels and run nothing")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--output", default="", help="name of the results file to write")
+    parser.add_argument("--folder", type=Path, default=results.RESULTS)
+    arguments = parser.parse_args()
+    known = {level.name: level for level in levels(arguments.device)}
+    wrong = [name for name in arguments.levels if name not in known]
+    if wrong:
+        parser.error(f"no level is called {wrong[0]!r}: {', '.join(known)}")
+    if arguments.list:
+        for level in known.values():
+            print(f"{level.name:<14}{level.what}\n{'':<14}{shlex.join(level.command())}")
+        return 0
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU is visible; --device cpu runs what needs none")
+
+    chosen = [known[name] for name in arguments.levels] or list(known.values())
+    rows = []
+    with progress.Progress(len(chosen)) as bar:
+        for level in chosen:
+            bar.step(level.name)
+            rows.append(run(level))
+            if arguments.output:
+                path = arguments.folder / f"{arguments.output}.json"
+                before = json.loads(path.read_text())["rows"] if path.exists() else []
+                content = results.machine(arguments.device)
+                content["rows"] = merged(before, rows, list(known))
+                results.write(arguments.output, content, arguments.folder)
+    print(table(rows))
+    return int(any(row["result"].startswith("failed") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
