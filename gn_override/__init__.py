@@ -44,6 +44,7 @@ __all__ = [
     "is_enabled",
     "nn",
     "report",
+    "set_autocast",
     "set_inductor",
 ]
 
@@ -52,6 +53,7 @@ _library.load()
 # These need the loaded library.
 import gn_override._inductor as _inductor  # noqa: E402
 import gn_override._meta as _meta  # noqa: E402
+from gn_override._autocast import set_autocast  # noqa: E402
 from gn_override._inductor import set_inductor  # noqa: E402
 
 _LAZY = {

@@ -54,6 +54,7 @@ FORWARD = "native_group_norm"
 BACKWARD = "native_group_norm_backward"
 ATEN = (FORWARD, BACKWARD)
 FUSED = ("group_norm_act", "group_norm_act_backward")
+CAST = ("group_norm_autocast", "group_norm_autocast_backward")  # half X, float Y
 
 
 @dataclass
@@ -520,12 +521,12 @@ def expect_calls(
 ) -> Iterator[None]:
     """Inside, exactly one call of each op: on our kernels (True), on aten (False), or no call.
 
-    Of the other pair of ops there is none.
+    Of the other pairs of ops there is none.
     """
     torch.ops.gn_override.reset_counters()
     yield
     want = {True: (1, 0), False: (0, 1), None: (0, 0)}
-    asked = dict.fromkeys((*ATEN, *FUSED)) | dict(zip(ops, (forward, backward), strict=True))
+    asked = dict.fromkeys((*ATEN, *FUSED, *CAST)) | dict(zip(ops, (forward, backward), strict=True))
     for op, ours in asked.items():
         got = calls(op, device)
         assert got == want[ours], (
