@@ -480,14 +480,9 @@ def wide(inputs: Inputs) -> Results:
     )
 
 
-def with_float_dY(inputs: Inputs) -> Inputs:
-    return dataclasses.replace(inputs, dY=inputs.dY.float())
-
-
 def in_float(inputs: Inputs) -> Results:
     """What autocast makes of the call in stock: X cast, and dX cast back."""
-    results = stock(dataclasses.replace(inputs, X=inputs.X.float()))
-    results.dX = results.dX.to(inputs.X.dtype)
+    results = stock(inputs)
     for name, parameter in (("dgamma", inputs.gamma), ("dbeta", inputs.beta)):
         if parameter is None:
             setattr(results, name, None)
@@ -504,7 +499,7 @@ few_cases = pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 @pytest.mark.parametrize("affine", ["both", "none", "weight", "bias"])
 def test_operator(device, case, dtype, affine):
     """Values and gradients; on a CPU by the composite, which is counted as aten's."""
-    inputs = with_float_dY(make_inputs(case, device, dtype, torch.float32, affine=affine))
+    inputs = make_inputs(case, device, dtype, torch.float32, torch.float32, affine=affine)
     ours = device == "cuda"
     results = wide(inputs)
     for name in CAST:
@@ -526,7 +521,7 @@ def test_operator_refuses_other_dtypes():
 
 def test_beta_may_change_before_backward(device):
     """No gradient depends on it, so it is not saved, as in stock."""
-    inputs = with_float_dY(make_inputs(FEW[0], device, torch.float16, torch.float32))
+    inputs = make_inputs(FEW[0], device, torch.float16, torch.float32, torch.float32)
     expected = wide(inputs)
     X, gamma, beta = (t.detach().requires_grad_() for t in (inputs.X, inputs.gamma, inputs.beta))
     Y = op(X, inputs.groups, gamma, beta, inputs.eps, "identity", torch.float32)[0]
@@ -669,8 +664,10 @@ def stock_under_autocast(inputs: Inputs) -> Results:
         return under_autocast(inputs)
 
 
-def autocast_inputs(case: Case, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Inputs:
-    return with_float_dY(make_inputs(case, "cuda", dtype, *args, **kwargs))
+def autocast_inputs(
+    case: Case, dtype: torch.dtype, param_dtype: torch.dtype | None = torch.float32, **kwargs: Any
+) -> Inputs:
+    return make_inputs(case, "cuda", dtype, param_dtype, torch.float32, **kwargs)
 
 
 PARITY_CASES = [case for case in (*EDGE_CASES, *KERNEL_CASES[:4]) if not case.one_layout]
@@ -681,7 +678,7 @@ PARITY_CASES = [case for case in (*EDGE_CASES, *KERNEL_CASES[:4]) if not case.on
 @halves
 @pytest.mark.parametrize("case", PARITY_CASES, ids=lambda case: case.id)
 def test_parity(case, dtype):
-    inputs = autocast_inputs(case, dtype, torch.float32)
+    inputs = autocast_inputs(case, dtype)
     with expect_calls("cuda", True, True, CAST):
         ours = under_autocast(inputs)
     assert ours.Y.dtype == torch.float32
@@ -696,8 +693,7 @@ def test_parity(case, dtype):
 @pytest.mark.parametrize("dY_layout", ["channels_last", "unaligned", "nchw", "expanded"])
 @pytest.mark.parametrize("layout", ["channels_last", "unaligned", "sliced"])
 def test_parity_of_layouts(case, dtype, layout, dY_layout):
-    inputs = make_inputs(case, "cuda", dtype, torch.float32, layout=layout)
-    inputs.dY = lay_out(torch.randn(case.shape, device="cuda"), dY_layout)
+    inputs = autocast_inputs(case, dtype, layout=layout, dY_layout=dY_layout)
     with expect_calls("cuda", True, True, CAST):
         ours = under_autocast(inputs)
     assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
@@ -719,7 +715,7 @@ def test_parity_of_parameters(dtype, param_dtype, affine):
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
 def test_masks(dtype, wanted):
     """Any part of the gradients alone is bit for bit what it is among all."""
-    inputs = autocast_inputs(FEW[0], dtype, torch.float32)
+    inputs = autocast_inputs(FEW[0], dtype)
     names = ("dX", "dgamma", "dbeta")
     every = under_autocast(inputs)
     leaves = [t.detach() for t in (inputs.X, inputs.gamma, inputs.beta)]
@@ -754,7 +750,7 @@ def rules(inputs: Inputs) -> set[str]:
 @pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"{pins[0]}-{pins[2]}")
 @pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
 def test_scheme(pin, dtype, case, pins):  # noqa: F811  (the fixture)
-    inputs = autocast_inputs(case, dtype, torch.float32)
+    inputs = autocast_inputs(case, dtype)
     pin(*pins)
     if rules(inputs) != {pins[0]}:
         pytest.skip(f"no {pins[0]} plan of such a geometry")
@@ -773,7 +769,7 @@ def test_every_scheme_takes_most_shapes(pin, scheme):  # noqa: F811  (the fixtur
     for case in SCHEME_CASES:
         pin(scheme, 0, 0, 0)
         fits = scheme == "cooperative" or case.name != "larger_than_chip"
-        inputs = autocast_inputs(case, torch.bfloat16, torch.float32)
+        inputs = autocast_inputs(case, torch.bfloat16)
         assert (rules(inputs) == {scheme}) == fits, case.name
 
 
@@ -782,7 +778,7 @@ def test_every_scheme_takes_most_shapes(pin, scheme):  # noqa: F811  (the fixtur
 @pytest.mark.parametrize("mean", [1e3, -3e3])
 def test_large_mean(dtype, mean):
     """Y is float, so what cancels shows: nothing may be folded into the shift."""
-    inputs = autocast_inputs(FEW[-1], dtype, torch.float32)
+    inputs = autocast_inputs(FEW[-1], dtype)
     inputs.X = (inputs.X.float() + mean).to(dtype)
     ours = under_autocast(inputs)
     assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
@@ -790,7 +786,7 @@ def test_large_mean(dtype, mean):
 
 @pytest.mark.cuda
 def test_graph_replay():
-    inputs = autocast_inputs(FEW[0], torch.bfloat16, torch.float32)
+    inputs = autocast_inputs(FEW[0], torch.bfloat16)
     X, gamma, beta = (t.detach().requires_grad_() for t in (inputs.X, inputs.gamma, inputs.beta))
 
     def step() -> tuple[Tensor, ...]:

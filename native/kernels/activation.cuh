@@ -16,6 +16,7 @@
 // is marked "kFused alone".
 #pragma once
 
+#include "native/kernels/hardware.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/kernels/vector.cuh"
 #include "native/plan/problem.h"
@@ -26,9 +27,7 @@ namespace gn_override {
 template <typename T>
 __device__ __forceinline__ Accumulator<T> exp_of_negative(Accumulator<T> x) {
   if constexpr (sizeof(T) == 2) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
-    return result;
+    return approximate_exp2(x * 1.44269504f);
   } else {
     return ::exp(x);
   }

@@ -9,6 +9,7 @@
 // kFused: dZ takes dY's place: Y = activation(Z), Z = gamma xhat + beta.
 #pragma once
 
+#include "native/kernels/hardware.cuh"
 #include "native/kernels/reduce.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/kernels/vector.cuh"

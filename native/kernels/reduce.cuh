@@ -1,6 +1,6 @@
 // Sums over a power of two of neighbouring lanes, a warp or a block, and
 // compensated sums. The order of additions is fixed, so results repeat bit for
-// bit. And the overlap of one kernel with the next.
+// bit.
 #pragma once
 
 namespace gn_override {
@@ -141,26 +141,5 @@ struct Team {
     }
   }
 };
-
-// -- overlap of kernels ------------------------------------------------------
-//
-// Kernels of one call follow each other at once. From sm_90 on, the blocks of
-// the next one may take their places while the last blocks of this one run
-// (programmatic dependent launch).
-
-// From here on the next kernel may start; it sees nothing of this one until it
-// calls wait_for_previous_kernel().
-__device__ __forceinline__ void allow_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-// Returns when the kernel before has ended and its results are visible.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 } // namespace gn_override

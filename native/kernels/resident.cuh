@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(
   Position at = position_in_cluster_order(shape, tiling, kVector);
   const Item<kVector> item(shape, tiling, at);
 
-  extern __shared__ __align__(16) unsigned char shared[];
+  unsigned char* const shared = dynamic_shared_memory();
   const Slab<T, kVector> slab(shared);
   auto* const total = reinterpret_cast<Moments<Acc>*>(shared + layout.total);
   auto* const parameters =
@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(
   Position at = position_in_cluster_order(shape, tiling, kVector);
   const Item<kVector> item(shape, tiling, at);
 
-  extern __shared__ __align__(16) unsigned char shared[];
+  unsigned char* const shared = dynamic_shared_memory();
   const Slab<TY, kVector> slab_dY(shared);
   const Slab<T, kVector> slab_X(shared + layout.slab_X);
   auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);

@@ -2,8 +2,8 @@
 // there.
 #pragma once
 
-#include "native/kernels/async.cuh"
 #include "native/kernels/fast_divisor.cuh"
+#include "native/kernels/hardware.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/kernels/vector.cuh"
 

@@ -15,6 +15,7 @@
 
 #include "native/kernels/activation.cuh"
 #include "native/kernels/gradients.cuh"
+#include "native/kernels/hardware.cuh"
 #include "native/kernels/moments.cuh"
 
 namespace gn_override {
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         });
   }
 
-  extern __shared__ __align__(16) unsigned char shared[];
+  unsigned char* const shared = dynamic_shared_memory();
   const int slots = shape.G + tiling.column_tiles.divisor() - 1;
   Moments<Acc>* const own =
       partial + (at.n * tiling.splits.divisor() + at.split) * slots + at.tile;
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(
     gradients.finish(rstd, of_thread);
   }
 
-  extern __shared__ __align__(16) unsigned char shared[];
+  unsigned char* const shared = dynamic_shared_memory();
   const int first_channel = at.tile * tiling.columns.divisor() * kVector;
   Pair<Acc>* const own = sums +
       (at.n * tiling.splits.divisor() + at.split) * shape.C + first_channel;

@@ -21,7 +21,7 @@ struct LaunchShape {
   int64_t shared_bytes = 0; // dynamic
   unsigned cluster = 1; // blocks of a cluster; more than one needs sm_90
   bool cooperative = false; // all blocks run at once
-  // The kernel calls wait_for_previous_kernel() (see reduce.cuh) before it
+  // The kernel calls wait_for_previous_kernel() (see hardware.cuh) before it
   // touches global memory, so it may start while the kernel before it ends.
   bool overlaps_previous = false;
 };

@@ -1,0 +1,206 @@
+// What the kernels ask of a GPU beyond the CUDA C++ of all of them. Nothing
+// else here holds PTX; tests/emulator has the same names for a CPU.
+#pragma once
+
+#include <cooperative_groups.h>
+#include <cuda_pipeline_primitives.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace gn_override {
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* dynamic_shared_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+}
+
+// 2^x, to within 2^-22 of it.
+__device__ __forceinline__ float approximate_exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// -- copies from global to shared memory that do not pass through registers ---
+
+// Starts copying one vector of 4, 8 or 16 bytes, which is there after
+// wait_for_copies().
+template <typename Vector, typename T>
+__device__ __forceinline__ void copy_async(Vector* shared, const T* global) {
+  static_assert(sizeof(Vector) >= 4, "cp.async copies 4, 8 or 16 bytes");
+  __pipeline_memcpy_async(shared, global, sizeof(Vector));
+}
+
+// What the L2 cache shall do with a line: drop it before others, or after them.
+enum class Eviction { kFirst, kLast };
+
+__device__ __forceinline__ uint64_t cache_policy(Eviction eviction) {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 800
+  if (eviction == Eviction::kFirst) {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  } else {
+    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+  }
+#endif
+  return policy;
+}
+
+// As above, with a cache policy.
+template <typename Vector, typename T>
+__device__ __forceinline__ void
+copy_async(Vector* shared, const T* global, uint64_t policy) {
+#if __CUDA_ARCH__ >= 800
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  if constexpr (sizeof(Vector) == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 :
+                 : "r"(to), "l"(global), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %3, %2;"
+                 :
+                 : "r"(to), "l"(global), "l"(policy), "n"(sizeof(Vector))
+                 : "memory");
+  }
+#else
+  copy_async(shared, global);
+#endif
+}
+
+// Ends a batch of copies of this thread.
+__device__ __forceinline__ void end_batch() {
+  __pipeline_commit();
+}
+
+// Waits until at most kBatches of this thread's latest batches are under way.
+template <int kBatches>
+__device__ __forceinline__ void wait_for_copies() {
+  __pipeline_wait_prior(kBatches);
+}
+
+// -- clusters ----------------------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+constexpr bool kHasClusters = true;
+#else
+constexpr bool kHasClusters = false; // a block is a cluster by itself
+#endif
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ unsigned address_in_shared(const void* shared) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+}
+
+// What an address in this block's shared memory is in another's.
+__device__ __forceinline__ unsigned address_in_block(
+    const void* shared,
+    int block) {
+  unsigned address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(address_in_shared(shared)), "r"(block));
+  return address;
+}
+
+#endif
+
+// A barrier of a cluster in two halves, which order no memory.
+__device__ __forceinline__ void arrive_at_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Makes of 8 bytes of shared memory what wait_for_bytes() waits on, until that
+// many bytes have been sent to it. For one thread, before arrive_at_cluster().
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"
+               :
+               : "r"(address_in_shared(barrier))
+               : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :
+               : "r"(address_in_shared(barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Stores value in a block of the cluster, at *slot as that block sees it, where
+// it counts as sent to *barrier.
+template <typename Value>
+__device__ __forceinline__ void
+send(const Value& value, Value* slot, uint64_t* barrier, int block) {
+  static_assert(sizeof(Value) % 8 == 0);
+#if __CUDA_ARCH__ >= 900
+  const unsigned to = address_in_block(slot, block);
+  const unsigned counted = address_in_block(barrier, block);
+  uint64_t words[sizeof(Value) / 8];
+  memcpy(words, &value, sizeof(Value));
+#pragma unroll
+  for (unsigned i = 0; i < sizeof(Value) / 8; ++i) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 "
+                 "[%0], %1, [%2];"
+                 :
+                 : "r"(to + 8 * i), "l"(words[i]), "r"(counted)
+                 : "memory");
+  }
+#endif
+}
+
+// Returns when all has arrived; what was sent can be read then.
+__device__ __forceinline__ void wait_for_bytes(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  unsigned done = 0;
+  while (!done) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
+                 "p, [%1], 0;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}\n"
+                 : "=r"(done)
+                 : "r"(address_in_shared(barrier))
+                 : "memory");
+  }
+#endif
+}
+
+// A barrier of all blocks of a cooperative launch.
+__device__ __forceinline__ void wait_for_grid() {
+  cooperative_groups::this_grid().sync();
+}
+
+// -- overlap of kernels ------------------------------------------------------
+//
+// Kernels of one call follow each other at once. From sm_90 on, the blocks of
+// the next one may take their places while the last blocks of this one run
+// (programmatic dependent launch).
+
+// From here on the next kernel may start; it sees nothing of this one until it
+// calls wait_for_previous_kernel().
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Returns when the kernel before has ended and its results are visible.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+} // namespace gn_override

@@ -1,0 +1,166 @@
+// Calls of the launchers for tests/test_emulator.py, which has a mirror of
+// Call.
+#include <algorithm>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "emulator.h"
+#include "native/launch/launch.h"
+#include "native/plan/plan.h"
+
+using namespace gn_override;
+
+namespace {
+
+struct Call {
+  int64_t backward;
+  int64_t dtype;
+  int64_t param_dtype;
+  int64_t wide_statistics;
+  int64_t wide_output;
+  int64_t N, C, HxW, G;
+  int64_t activation;
+  int64_t alignment;
+  // Pins, as in Problem's file.
+  int64_t scheme, columns, splits, threads;
+  int64_t sm_count;
+  int64_t seed;
+  double eps;
+  const void* dY;
+  const void* X;
+  const void* gamma;
+  const void* beta;
+  void* Y;
+  void* mean; // read by the backward
+  void* rstd; // likewise
+  void* dX; // null: not wanted
+  void* dgamma; // likewise
+  void* dbeta; // likewise
+};
+
+Problem problem_of(const Call& call) {
+  Problem problem;
+  problem.direction =
+      call.backward ? Direction::kBackward : Direction::kForward;
+  problem.dtype = static_cast<DType>(call.dtype);
+  problem.param_dtype = static_cast<DType>(call.param_dtype);
+  problem.wide_statistics = call.wide_statistics != 0;
+  problem.wide_output = call.wide_output != 0;
+  problem.N = call.N;
+  problem.C = call.C;
+  problem.HxW = call.HxW;
+  problem.G = call.G;
+  problem.activation = static_cast<Activation>(call.activation);
+  problem.alignment = static_cast<int>(call.alignment);
+  problem.want_dX = call.dX != nullptr;
+  problem.want_dgamma = call.dgamma != nullptr;
+  problem.want_dbeta = call.dbeta != nullptr;
+  return problem;
+}
+
+// As many clusters of any size as the multiprocessors would hold.
+Device device_of(const Call& call) {
+  Device device;
+  device.sm_count = static_cast<int>(call.sm_count);
+  device.compute_capability = 90;
+  device.shared_memory_per_block = 227 * 1024;
+  device.l2_bytes = 1 << 20;
+  for (int size = 1; size < static_cast<int>(device.clusters.size()); ++size) {
+    device.clusters[size] = std::max(1, device.sm_count / size);
+  }
+  device.pins.scheme = static_cast<Scheme>(call.scheme);
+  device.pins.columns = static_cast<int>(call.columns);
+  device.pins.splits = static_cast<int>(call.splits);
+  device.pins.threads = static_cast<int>(call.threads);
+  return device;
+}
+
+// Full of NaN, and with as much behind it that nobody may write.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes)
+      : bytes_(bytes),
+        memory_(
+            static_cast<unsigned char*>(
+                std::aligned_alloc(256, (bytes + kGuard + 255) / 256 * 256))) {
+    std::fill_n(memory_.get(), bytes + kGuard, kPoison);
+  }
+  void* data() const {
+    return memory_.get();
+  }
+  bool is_overrun() const {
+    const unsigned char* const guard = memory_.get() + bytes_;
+    return std::any_of(
+        guard, guard + kGuard, [](auto byte) { return byte != kPoison; });
+  }
+
+ private:
+  static constexpr size_t kGuard = 4096;
+  static constexpr unsigned char kPoison = 0xff;
+  struct Free {
+    void operator()(unsigned char* memory) const {
+      std::free(memory);
+    }
+  };
+  size_t bytes_;
+  std::unique_ptr<unsigned char, Free> memory_;
+};
+
+std::string run_call(const Call& call) {
+  const Problem problem = problem_of(call);
+  const Plan plan = make_plan(problem, device_of(call));
+  const Workspace workspace(plan.workspace_bytes);
+  cudaError_t error = cudaSuccess;
+  if (call.backward) {
+    error = launch_backward(
+        problem,
+        plan,
+        {.dY = call.dY,
+         .X = call.X,
+         .mean = call.mean,
+         .rstd = call.rstd,
+         .gamma = call.gamma,
+         .beta = call.beta,
+         .dX = call.dX,
+         .dgamma = call.dgamma,
+         .dbeta = call.dbeta,
+         .workspace = workspace.data()},
+        nullptr);
+  } else {
+    error = launch_forward(
+        problem,
+        plan,
+        {.X = call.X,
+         .gamma = call.gamma,
+         .beta = call.beta,
+         .Y = call.Y,
+         .mean = call.mean,
+         .rstd = call.rstd,
+         .eps = call.eps,
+         .workspace = workspace.data()},
+        nullptr);
+  }
+  if (error != cudaSuccess) {
+    return "error: cudaError_t " + std::to_string(error);
+  }
+  if (workspace.is_overrun()) {
+    return "error: a store beyond the workspace";
+  }
+  return to_string(plan);
+}
+
+} // namespace
+
+// The plan as text, or "error: " and why; the next call overwrites it.
+extern "C" const char* run(const Call* call) {
+  static std::string text;
+  emulator::seed(static_cast<uint64_t>(call->seed));
+  try {
+    text = run_call(*call);
+  } catch (const std::exception& error) {
+    text = std::string("error: ") + error.what();
+  }
+  return text.c_str();
+}

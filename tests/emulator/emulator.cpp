@@ -1,0 +1,437 @@
+#include "cuda.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <deque>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "emulator.h"
+
+namespace emulator {
+
+namespace {
+
+constexpr unsigned kWarpSize = 32;
+constexpr size_t kStackBytes = 64 * 1024;
+constexpr size_t kGuardBytes = 256; // after shared memory
+constexpr size_t kMostSharedBytes = 227 * 1024;
+constexpr unsigned char kPoison = 0xff; // NaN in every type
+
+using Bytes = std::vector<unsigned char>;
+
+// A copy that is still to be made.
+struct Copy {
+  void* to;
+  Bytes bytes;
+};
+
+struct Block;
+
+struct Fiber {
+  Block* block;
+  uint3 thread;
+  std::unique_ptr<unsigned char[]> stack;
+  ucontext_t start;
+  jmp_buf state;
+  bool started = false;
+  bool ended = false;
+  std::vector<Copy> batch; // that is not ended
+  std::deque<std::vector<Copy>> batches;
+  int shuffles = 0;
+  int phase = 0; // of the cluster's barrier, when it arrived there
+};
+
+// A barrier of `count` fibers.
+struct Meeting {
+  int count = 0;
+  std::vector<Fiber*> waiting;
+};
+
+struct Warp {
+  Meeting meeting;
+  int size = 0;
+  uint64_t words[2][kWarpSize]; // of alternate shuffles
+};
+
+// What wait_for_bytes() waits on.
+struct Mailbox {
+  int64_t missing; // bytes
+  std::vector<Copy> sent;
+  std::vector<Fiber*> waiting;
+};
+
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  int threads = 0;
+  int arrived = 0;
+  int phase = 0;
+  std::vector<Fiber*> waiting;
+};
+
+struct Block {
+  Cluster* cluster;
+  uint3 index = {};
+  Bytes shared;
+  Meeting meeting;
+  std::vector<Warp> warps;
+  std::unique_ptr<Mailbox> mailbox;
+};
+
+std::mt19937_64 generator;
+const std::function<void()>* kernel;
+std::vector<std::unique_ptr<Fiber>> fibers;
+std::vector<Fiber*> ready;
+Meeting grid;
+Fiber* current;
+jmp_buf scheduler;
+std::string failure; // of a fiber
+
+[[noreturn]] void resume_scheduler() {
+  _longjmp(scheduler, 1);
+}
+
+// Ends the launch; what is on the fibers' stacks is not unwound.
+[[noreturn]] void fail(const char* why) {
+  failure = why;
+  resume_scheduler();
+}
+
+void yield() {
+  if (_setjmp(current->state) == 0) {
+    resume_scheduler();
+  }
+}
+
+void release(std::vector<Fiber*>& waiting) {
+  ready.insert(ready.end(), waiting.begin(), waiting.end());
+  waiting.clear();
+}
+
+void release_if_complete(Meeting& meeting) {
+  if (static_cast<int>(meeting.waiting.size()) == meeting.count) {
+    release(meeting.waiting);
+  }
+}
+
+void meet(Meeting& meeting) {
+  meeting.waiting.push_back(current);
+  release_if_complete(meeting);
+  yield();
+}
+
+void leave(Meeting& meeting) {
+  --meeting.count;
+  release_if_complete(meeting);
+}
+
+Warp& own_warp() {
+  return current->block->warps[current->thread.x / kWarpSize];
+}
+
+void make(std::vector<Copy>& copies) {
+  for (const Copy& copy : copies) {
+    memcpy(copy.to, copy.bytes.data(), copy.bytes.size());
+  }
+  copies.clear();
+}
+
+void run_thread() {
+  (*kernel)();
+  if (!own_warp().meeting.waiting.empty()) {
+    fail("a thread ends while others of its warp shuffle");
+  }
+  current->ended = true;
+  leave(own_warp().meeting);
+  leave(current->block->meeting);
+  leave(grid);
+  resume_scheduler();
+}
+
+void start_thread(Block& block, unsigned x) {
+  auto fiber = std::make_unique<Fiber>();
+  fiber->block = &block;
+  fiber->thread = {x, 0, 0};
+  fiber->stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
+  getcontext(&fiber->start);
+  fiber->start.uc_stack.ss_sp = fiber->stack.get();
+  fiber->start.uc_stack.ss_size = kStackBytes;
+  makecontext(&fiber->start, run_thread, 0);
+  ready.push_back(fiber.get());
+  fibers.push_back(std::move(fiber));
+}
+
+void run_threads() {
+  failure.clear();
+  while (!ready.empty()) {
+    std::swap(ready[generator() % ready.size()], ready.back());
+    current = ready.back();
+    ready.pop_back();
+    threadIdx = current->thread;
+    blockIdx = current->block->index;
+    if (_setjmp(scheduler) == 0) {
+      if (current->started) {
+        _longjmp(current->state, 1);
+      }
+      current->started = true;
+      setcontext(&current->start);
+    }
+    if (!failure.empty()) {
+      throw std::runtime_error(failure);
+    }
+  }
+  for (const auto& fiber : fibers) {
+    if (!fiber->ended) {
+      throw std::runtime_error("a thread waits for what never comes");
+    }
+  }
+}
+
+// Runs clusters at once.
+void run_clusters(
+    const std::vector<unsigned>& clusters,
+    unsigned blocks_of_cluster,
+    size_t shared_bytes) {
+  fibers.clear();
+  ready.clear();
+  std::vector<std::unique_ptr<Cluster>> running;
+  const unsigned threads = blockDim.x;
+  for (const unsigned index : clusters) {
+    auto cluster = std::make_unique<Cluster>();
+    cluster->threads = static_cast<int>(blocks_of_cluster * threads);
+    for (unsigned i = 0; i < blocks_of_cluster; ++i) {
+      auto block = std::make_unique<Block>();
+      block->cluster = cluster.get();
+      block->index = {index * blocks_of_cluster + i, 0, 0};
+      block->shared.assign(shared_bytes + kGuardBytes, kPoison);
+      block->meeting.count = static_cast<int>(threads);
+      block->warps.resize((threads + kWarpSize - 1) / kWarpSize);
+      for (unsigned x = 0; x < threads; ++x) {
+        ++block->warps[x / kWarpSize].size;
+        ++block->warps[x / kWarpSize].meeting.count;
+        start_thread(*block, x);
+      }
+      cluster->blocks.push_back(std::move(block));
+    }
+    running.push_back(std::move(cluster));
+  }
+  grid.count = static_cast<int>(fibers.size());
+  grid.waiting.clear();
+  run_threads();
+  for (const auto& cluster : running) {
+    for (const auto& block : cluster->blocks) {
+      const Bytes& shared = block->shared;
+      if (!std::all_of(shared.end() - kGuardBytes, shared.end(), [](auto byte) {
+            return byte == kPoison;
+          })) {
+        throw std::runtime_error("a store beyond the block's shared memory");
+      }
+    }
+  }
+}
+
+} // namespace
+
+void seed(uint64_t value) {
+  generator.seed(value);
+}
+
+cudaError_t launch(
+    const cudaLaunchConfig_t& config,
+    const std::function<void()>& of_thread) {
+  unsigned of_cluster = 1;
+  bool cooperative = false;
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config.attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      of_cluster = attribute.val.clusterDim.x;
+    } else if (attribute.id == cudaLaunchAttributeCooperative) {
+      cooperative = attribute.val.cooperative != 0;
+    }
+  }
+  if (config.gridDim.x == 0 || config.gridDim.x % of_cluster != 0 ||
+      config.blockDim.x == 0 || config.blockDim.x > 1024 ||
+      config.dynamicSmemBytes > kMostSharedBytes) {
+    return cudaErrorInvalidConfiguration;
+  }
+  kernel = &of_thread;
+  gridDim = config.gridDim;
+  blockDim = config.blockDim;
+  std::vector<unsigned> clusters(config.gridDim.x / of_cluster);
+  for (unsigned i = 0; i < clusters.size(); ++i) {
+    clusters[i] = i;
+  }
+  std::shuffle(clusters.begin(), clusters.end(), generator);
+  if (cooperative) {
+    run_clusters(clusters, of_cluster, config.dynamicSmemBytes);
+  } else {
+    for (const unsigned cluster : clusters) {
+      run_clusters({cluster}, of_cluster, config.dynamicSmemBytes);
+    }
+  }
+  return cudaSuccess;
+}
+
+unsigned char* dynamic_shared_memory() {
+  return current->block->shared.data();
+}
+
+void copy_later(void* to, const void* from, size_t bytes) {
+  const auto* const first = static_cast<const unsigned char*>(from);
+  if (reinterpret_cast<uintptr_t>(to) % bytes != 0 ||
+      reinterpret_cast<uintptr_t>(from) % bytes != 0) {
+    fail("a copy to shared memory is not aligned");
+  }
+  current->batch.push_back({to, Bytes(first, first + bytes)});
+}
+
+void end_batch() {
+  current->batches.push_back(std::move(current->batch));
+  current->batch.clear();
+}
+
+void wait_for_copies(int batches) {
+  while (static_cast<int>(current->batches.size()) > batches) {
+    make(current->batches.front());
+    current->batches.pop_front();
+  }
+}
+
+void wait_for_block() {
+  meet(current->block->meeting);
+}
+
+void wait_for_grid() {
+  meet(grid);
+}
+
+uint64_t shuffle(uint64_t word, int lane_mask) {
+  Warp& warp = own_warp();
+  if (warp.meeting.count != warp.size) {
+    fail("a shuffle in a warp of which threads have ended");
+  }
+  const unsigned lane = current->thread.x % kWarpSize;
+  auto& words = warp.words[current->shuffles++ % 2];
+  words[lane] = word;
+  meet(warp.meeting);
+  return words[lane ^ lane_mask];
+}
+
+void arrive_at_cluster() {
+  Cluster& cluster = *current->block->cluster;
+  current->phase = cluster.phase;
+  if (++cluster.arrived == cluster.threads) {
+    cluster.arrived = 0;
+    ++cluster.phase;
+    release(cluster.waiting);
+  }
+}
+
+void wait_for_cluster() {
+  Cluster& cluster = *current->block->cluster;
+  if (cluster.phase == current->phase) {
+    cluster.waiting.push_back(current);
+    yield();
+  }
+}
+
+void expect_bytes(uint64_t* barrier, int bytes) {
+  auto& mailbox = current->block->mailbox;
+  if (mailbox != nullptr) {
+    fail("a second barrier of a block");
+  }
+  mailbox = std::make_unique<Mailbox>(Mailbox{bytes, {}, {}});
+  *barrier = reinterpret_cast<uint64_t>(mailbox.get());
+}
+
+void send(
+    const void* value,
+    size_t bytes,
+    void* slot,
+    uint64_t* barrier,
+    int block) {
+  Block& own = *current->block;
+  Block& other = *own.cluster->blocks.at(block);
+  if (other.meeting.count == 0) {
+    fail("a store to a block that has ended");
+  }
+  const auto there = [&](void* here) {
+    return other.shared.data() +
+        (static_cast<unsigned char*>(here) - own.shared.data());
+  };
+  Mailbox* const mailbox = other.mailbox.get();
+  if (mailbox == nullptr ||
+      *reinterpret_cast<uint64_t*>(there(barrier)) !=
+          reinterpret_cast<uint64_t>(mailbox)) {
+    fail("a store that counts at no barrier");
+  }
+  const auto* const first = static_cast<const unsigned char*>(value);
+  mailbox->sent.push_back({there(slot), Bytes(first, first + bytes)});
+  mailbox->missing -= static_cast<int64_t>(bytes);
+  if (mailbox->missing == 0) {
+    make(mailbox->sent);
+    release(mailbox->waiting);
+  } else if (mailbox->missing < 0) {
+    fail("more stores than a barrier expects");
+  }
+}
+
+void wait_for_bytes(uint64_t*) {
+  Mailbox& mailbox = *current->block->mailbox;
+  if (mailbox.missing > 0) {
+    mailbox.waiting.push_back(current);
+    yield();
+  }
+}
+
+} // namespace emulator
+
+// -- the runtime library, of a device of compute capability 9.0
+// ----------------
+
+extern "C" {
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = emulator::kMostSharedBytes;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+cudaError_t
+cudaOccupancyMaxActiveClusters(int*, const void*, const cudaLaunchConfig_t*) {
+  return cudaErrorNotSupported;
+}
+
+cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+
+} // extern "C"

@@ -1,0 +1,419 @@
+"""The CUDA kernels without a GPU: every scheme, on a CPU that takes their threads in random order.
+
+tests/emulator stands in for what the kernels ask of a GPU; kernels, launchers and planner are
+those of native/. What a missing barrier, a copy that is not waited for or a store beyond shared
+memory would do on a GPU some day shows here on some seed. Reciprocals and exponentials round
+otherwise than on a GPU, and so do products that it adds without rounding them first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from reference import (
+    ACTIVATIONS,
+    ALL,
+    MASKS,
+    Inputs,
+    Mask,
+    Results,
+    assert_parity,
+    make_inputs,
+)
+from shapes import Case
+from test_activation import assert_parity as assert_fused_parity
+from test_activation import away_from_kink
+from test_build import load_setup
+from test_schemes import assert_same_bits
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+EMULATOR = ROOT / "tests" / "emulator"
+KERNELS = sorted((ROOT / "native" / "launch").glob("*.cu"))
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # DType of problem.h
+SCHEMES = ("aten", "resident", "cooperative", "two_pass")  # Scheme
+MULTIPROCESSORS = 6
+
+# Few elements: a thread that waits costs more than its sums.
+CASES = (
+    Case("d10", (5, 40, 7, 5), 4),
+    Case("vectors_of_two", (3, 6, 9, 31), 3),
+    Case("odd", (2, 9, 7, 5), 3),
+    Case("many_tiles", (2, 1040, 3, 2), 26),
+    Case("one_group", (3, 96, 5, 9), 1),
+    Case("group_each", (3, 96, 5, 9), 96),
+    Case("pixels", (2, 16, 61, 53), 2),
+)
+LARGE = Case("larger_than_chip", (3, 48, 151, 157), 8)
+
+MIXED = {
+    "float": (torch.float32, None),
+    "double": (torch.float64, None),
+    "half-float": (torch.float16, torch.float32),
+    "bfloat16": (torch.bfloat16, None),
+    "half to float": (torch.float16, torch.float32, torch.float32),
+    "bfloat16 to float": (torch.bfloat16, torch.float32, torch.float32),
+}
+PLAIN = {name: dtypes for name, dtypes in MIXED.items() if len(dtypes) == 2}
+
+
+def fields(names: str, kind: type) -> Iterable[tuple[str, type]]:
+    return ((name, kind) for name in names.split())
+
+
+class Call(ctypes.Structure):
+    """Call of tests/emulator/calls.cpp."""
+
+    _fields_ = (
+        *fields("backward dtype param_dtype wide_statistics wide_output", ctypes.c_int64),
+        *fields("N C HxW G activation", ctypes.c_int64),
+        *fields("alignment scheme columns splits threads sm_count seed", ctypes.c_int64),
+        *fields("eps", ctypes.c_double),
+        *fields("dY X gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What is not left to the policy."""
+
+    scheme: str = "aten"
+    splits: int = 0  # blocks of a cluster, or samples of a wave; 0 leaves it open
+    threads: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.scheme}-{self.splits}-{self.threads}"
+
+
+PINS = (
+    *(Pin("resident", blocks) for blocks in (1, 3, 8)),
+    *(Pin("cooperative", samples) for samples in (0, 1, 2)),
+    Pin("cooperative", threads=96),
+    Pin("two_pass"),
+)
+SCHEMES_OPEN = (Pin("resident"), Pin("cooperative"), Pin("two_pass"))
+
+
+class CannotPlanError(Exception):
+    """The policy has no plan of the scheme and geometry."""
+
+
+class Emulator:
+    """The kernels, compiled for the CPU."""
+
+    def __init__(self, library: Path):
+        self._run = ctypes.CDLL(str(library)).run
+        self._run.argtypes = [ctypes.POINTER(Call)]
+        self._run.restype = ctypes.c_char_p
+
+    def _call(self, call: Call, pin: Pin) -> str:
+        text = self._run(ctypes.byref(call)).decode()
+        scheme = text.split(" ", 1)[0]
+        if scheme == "error:":
+            raise RuntimeError(text)
+        if scheme != pin.scheme != "aten":
+            raise CannotPlanError(text)
+        return text
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        pin: Pin = Pin(),
+        *,
+        mask: Mask = ALL,
+        activation: str = "identity",
+        seed: int = 0,
+    ) -> tuple[Results, tuple[str, str]]:
+        """Forward and backward of channels-last inputs; results and both plans."""
+        i = inputs
+        affine = [t for t in (i.gamma, i.beta) if t is not None]
+        param_dtype = affine[0].dtype if affine else i.dY.dtype
+        fused = activation != "identity"
+        wide = torch.promote_types(i.X.dtype, torch.float32)
+
+        def empty(*size: int, dtype: torch.dtype) -> Tensor:
+            return torch.full(size, float("nan"), dtype=dtype)
+
+        N, C, HxW, G = i.sizes
+        results = Results(
+            torch.full_like(i.dY, float("nan")),
+            *(empty(N, G, dtype=wide if fused else param_dtype) for _ in range(2)),
+            torch.full_like(i.X, float("nan")) if mask[0] else None,
+            *(empty(C, dtype=param_dtype) if m else None for m in mask[1:]),
+        )
+        operands = {"dY": i.dY, "X": i.X, "gamma": i.gamma, "beta": i.beta, **vars(results)}
+        pointers = {k: None if t is None else t.data_ptr() for k, t in operands.items()}
+        alignment = 16 // i.X.element_size()  # in elements
+        while any(
+            operands[k].data_ptr() % (alignment * operands[k].element_size())
+            for k in ("dY", "X", "Y", "dX")
+            if pointers[k]
+        ):
+            alignment //= 2
+        plans = []
+        for backward in (False, True):
+            call = Call(
+                backward=backward,
+                dtype=DTYPES.index(i.X.dtype),
+                param_dtype=DTYPES.index(param_dtype),
+                wide_statistics=fused,
+                wide_output=i.dY.dtype != i.X.dtype,
+                N=N,
+                C=C,
+                HxW=HxW,
+                G=G,
+                activation=ACTIVATIONS.index(activation),
+                alignment=alignment * i.X.element_size(),
+                scheme=SCHEMES.index(pin.scheme),
+                splits=pin.splits,
+                threads=pin.threads,
+                sm_count=MULTIPROCESSORS,
+                seed=seed,
+                eps=i.eps,
+                **pointers,
+            )
+            plans.append(self._call(call, pin))
+        return results, (plans[0], plans[1])
+
+
+def compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("c++")
+
+
+def include_flags() -> list[str] | None:
+    """Of the emulator, the kernels and CUDA's headers; none where these are missing."""
+    toolkit = load_setup(ROOT).find_toolkit(os.environ)
+    if isinstance(toolkit, str):
+        return None
+    return [f"-I{EMULATOR}", f"-I{ROOT}", *(f"-isystem{path}" for path in toolkit.includes)]
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Path], str], Path]:
+    """Compiles sources, as C++ of the emulator, into a shared library."""
+    flags = include_flags()
+    if torch.version.cuda is not None:
+        pytest.skip("the kernels know no torch: one without CUDA tests them for all")
+    if compiler() is None or flags is None:
+        pytest.skip("needs a C++ compiler and CUDA's headers")
+
+    def link(sources: list[Path], name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        common = [compiler(), "-std=c++20", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *flags]
+        # Of g++ alone: pragmas that only nvcc knows, and what nvcc compares without a word.
+        common += ["-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-sign-compare"]
+        common += ["-Wno-class-memaccess"]
+
+        def compile_one(source: Path) -> Path:
+            target = folder / f"{source.stem}.o"
+            subprocess.run(
+                [*common, "-include", "cuda.h", "-x", "c++", "-c", source, "-o", target], check=True
+            )
+            return target
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, sources))
+        library = folder / "library.so"
+        subprocess.run([compiler(), "-shared", *objects, "-o", library], check=True)
+        return library
+
+    return link
+
+
+@pytest.fixture(scope="session")
+def emulator(build: Callable[[list[Path], str], Path]) -> Emulator:
+    plan = sorted((ROOT / "native" / "plan").glob("*.cpp"))
+    return Emulator(build([*KERNELS, *plan, *sorted(EMULATOR.glob("*.cpp"))], "emulator"))
+
+
+def run_twice(emulator: Emulator, inputs: Inputs, pin: Pin, **options) -> Results:
+    """The results, which do not depend on the order in which threads run."""
+    first, second = torch.randint(1 << 62, (2,)).tolist()
+    try:
+        results, _ = emulator(inputs, pin, seed=first, **options)
+    except CannotPlanError as plan:
+        pytest.skip(f"no {pin.scheme} plan of such a geometry: {plan}")
+    again, _ = emulator(inputs, pin, seed=second, **options)
+    assert_same_bits(again, results)
+    return results
+
+
+@pytest.mark.parametrize("pin", PINS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_scheme(emulator, dtypes, case, pin):
+    inputs = make_inputs(case, "cpu", *dtypes)
+    assert_parity(run_twice(emulator, inputs, pin), inputs)
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+@pytest.mark.parametrize("name", ["float", "bfloat16", "half to float"])
+def test_more_than_the_chip_keeps(emulator, name, samples):
+    inputs = make_inputs(LARGE, "cpu", *MIXED[name])
+    results, plans = emulator(inputs, Pin("cooperative", samples))
+    assert all(re.search(r" pixels_kept=\d+ ", plan) for plan in plans)
+    assert_parity(results, inputs)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
+@pytest.mark.parametrize("dtypes", PLAIN.values(), ids=PLAIN)
+def test_activation(emulator, dtypes, pin, activation):
+    inputs = away_from_kink(make_inputs(CASES[0], "cpu", *dtypes), activation)
+    results = run_twice(emulator, inputs, pin, activation=activation)
+    assert_fused_parity(results, inputs, activation)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 to float"])
+def test_output_masks(emulator, name, pin, mask):
+    inputs = make_inputs(CASES[0], "cpu", *MIXED[name])
+    results, _ = emulator(inputs, pin, mask=mask)
+    assert_parity(results, inputs, mask)
+
+
+@pytest.mark.parametrize("affine", ["none", "weight", "bias"])
+@pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
+@pytest.mark.parametrize("name", ["float", "half to float"])
+def test_without_weight_or_bias(emulator, name, pin, affine):
+    inputs = make_inputs(CASES[0], "cpu", *MIXED[name], affine=affine)
+    assert_parity(run_twice(emulator, inputs, pin), inputs)
+
+
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_unaligned(emulator, dtypes):
+    inputs = make_inputs(CASES[0], "cpu", *dtypes, layout="unaligned")
+    assert_parity(run_twice(emulator, inputs, Pin()), inputs)
+
+
+# --- what the emulator notices ---------------------------------------------------------------
+
+FAULTS = """
+#include <exception>
+#include <string>
+
+#include "native/kernels/hardware.cuh"
+
+namespace gn_override {
+
+// out[i] = in[count - 1 - i]; the faults are wrong ways to do it.
+enum Fault { kNone, kNoBarrier, kNoWait, kOverrun, kDeadlock };
+
+__global__ void reverse(int fault, const int* in, int* out) {
+  int* const shared = reinterpret_cast<int*>(dynamic_shared_memory());
+  const unsigned i = threadIdx.x;
+  copy_async(shared + i, in + i);
+  end_batch();
+  if (fault != kNoWait) {
+    wait_for_copies<0>();
+  }
+  if (fault == kOverrun && i == 0) {
+    shared[blockDim.x] = 0;
+  }
+  if (fault != kNoBarrier && !(fault == kDeadlock && i == 0)) {
+    __syncthreads();
+  }
+  out[i] = shared[blockDim.x - 1 - i];
+  if (fault == kDeadlock) {
+    __shfl_xor_sync(0xffffffffu, i, 1);
+  }
+}
+
+// Blocks of a cluster tell each other their numbers.
+__global__ void tell(int fault, int* out) {
+  uint64_t* const shared = reinterpret_cast<uint64_t*>(dynamic_shared_memory());
+  uint64_t* const barrier = shared + 2;
+  if (threadIdx.x == 0) {
+    expect_bytes(barrier, 2 * sizeof(uint64_t));
+  }
+  arrive_at_cluster();
+  wait_for_cluster();
+  if (threadIdx.x < 2) {
+    send(uint64_t{blockIdx.x}, shared + blockIdx.x, barrier, threadIdx.x);
+  }
+  if (fault != kNoWait) {
+    wait_for_bytes(barrier);
+  }
+  if (threadIdx.x == 0) {
+    out[blockIdx.x] = static_cast<int>(shared[0] + 10 * shared[1]);
+  }
+}
+
+} // namespace gn_override
+
+using namespace gn_override;
+
+extern "C" const char* run(int kernel, int fault, const int* in, int* out) {
+  static std::string text;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kernel == 0 ? 1 : 2;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(attribute.val.clusterDim.x);
+  config.blockDim = dim3(64);
+  config.dynamicSmemBytes = 64 * sizeof(int);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  try {
+    text = "";
+    kernel == 0 ? cudaLaunchKernelEx(&config, reverse, fault, in, out)
+                : cudaLaunchKernelEx(&config, tell, fault, out);
+  } catch (const std::exception& error) {
+    text = error.what();
+  }
+  return text.c_str();
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def faults(build, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], str]:
+    """Runs kernel 0 or 1 of the above with a fault: "right", "wrong", or the error."""
+    source = tmp_path_factory.mktemp("faults") / "faults.cu"
+    source.write_text(FAULTS)
+    run = ctypes.CDLL(str(build([source, EMULATOR / "emulator.cpp"], "faults"))).run
+    run.restype = ctypes.c_char_p
+    names = ("none", "no barrier", "no wait", "overrun", "deadlock")
+
+    def call(kernel: int, fault: str) -> str:
+        given = torch.arange(1, 65, dtype=torch.int32)
+        out = torch.zeros_like(given)
+        error = run(
+            kernel,
+            names.index(fault),
+            ctypes.c_void_p(given.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        expected = given.flip(0) if kernel == 0 else torch.tensor([10, 10])
+        right = torch.equal(out[: len(expected)], expected.int())
+        return error.decode() or ("right" if right else "wrong")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault", "outcome"),
+    [
+        (0, "none", "right"),
+        (0, "no barrier", "wrong"),
+        (0, "no wait", "wrong"),
+        (0, "overrun", "a store beyond the block's shared memory"),
+        (0, "deadlock", "a thread waits for what never comes"),
+        (1, "none", "right"),
+        (1, "no wait", "wrong"),
+    ],
+)
+def test_faults_are_noticed(faults, kernel, fault, outcome):
+    assert faults(kernel, fault) == outcome
