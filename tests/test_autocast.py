@@ -37,6 +37,7 @@ from test_compile import after_the_pass
 from test_schemes import CASES as SCHEME_CASES
 from test_schemes import PINS, assert_same_bits, pin  # noqa: F401  (a fixture)
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -595,7 +596,59 @@ def test_cpu_autocast_changes_nothing(mode, layout, dtypes):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
-# --- torch.compile: what the pass makes, on a GPU ---------------------------------------------
+# --- torch.compile ----------------------------------------------------------------------------
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@pytest.mark.parametrize(
+    "mode, activation, made",
+    [
+        ("float32", None, ("identity", torch.float32)),
+        ("float32", F.silu, ("identity", torch.float32)),  # no kernel has both
+        ("preserve", None, ("identity", torch.float16)),
+        ("preserve", F.silu, ("silu", torch.float16)),
+    ],
+)
+def test_pass_on_what_is_recorded(fake, cuda_autocast, mode, activation, made, layout):
+    """Inductor's pass makes of a norm under autocast what eager mode runs."""
+    gn_override.set_autocast(mode)
+    operands = fakes(layout)
+    graph = torch.fx.Graph()
+
+    def record(node: torch.fx.Node, value: Tensor) -> torch.fx.Node:
+        node.meta["example_value"] = value
+        return node
+
+    X, gamma, beta = (record(graph.placeholder("t"), operand) for operand in operands)
+    with cuda_autocast():
+        Y = norm(*operands)
+    node = record(graph.call_function(F.group_norm, (X, GROUPS, gamma, beta)), Y)
+    if activation is not None:
+        node = record(graph.call_function(activation, (node,)), activation(Y))
+    graph.output(node)
+    inductor_config.pre_grad_custom_pass(graph)
+    graph.lint()
+    calls = [node for node in graph.nodes if node.target is op.default]
+    assert [call.args[5:] for call in calls] == ([made] if layout == "channels_last" else [])
+    kept = activation is not None and (layout == "nchw" or made[0] == "identity")
+    assert any(node.target is activation for node in graph.nodes) == kept
+
+
+def test_compiled_operator(device):
+    """Inductor calls it as it is, in training too."""
+    i = make_inputs(FEW[0], device, torch.bfloat16, torch.float32, torch.float32)
+    leaves = [t.detach().requires_grad_() for t in (i.X, i.gamma, i.beta)]
+
+    def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return op(X, i.groups, gamma, beta, i.eps, "identity", torch.float32)[0]
+
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True)):
+        Y = call(*leaves)
+        results.append([Y.detach(), *torch.autograd.grad(Y, leaves, i.dY)])
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def autocast_norm(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
