@@ -116,7 +116,7 @@ Tensor group_norm_autocast_cuda(
     const std::optional<Tensor>& bias,
     double eps,
     bool cudnn_enabled) {
-  if (is_on() && is_half(input)) {
+  if (is_on() && input.is_cuda() && is_half(input)) {
     const WithoutAutocast guard;
     const at::ScalarType type = input.scalar_type();
     const bool now = runs_now(input, weight, bias);
