@@ -37,6 +37,7 @@ SOURCES = [
     "native/cpu/cpu.cpp",
     "native/cpu/kernels_baseline.cpp",
     "native/binding/activation.cpp",
+    "native/binding/autocast.cpp",
     "native/binding/autograd.cpp",
     "native/binding/classify.cpp",
     "native/binding/control.cpp",
@@ -73,6 +74,8 @@ CUDA_SOURCES = [
     "native/launch/resident_fused_float.cu",
     "native/launch/resident_fused_half.cu",
     "native/launch/resident_half.cu",
+    "native/launch/resident_wide_bfloat16.cu",
+    "native/launch/resident_wide_half.cu",
     "native/launch/two_pass_bfloat16.cu",
     "native/launch/two_pass_double.cu",
     "native/launch/two_pass_float.cu",
@@ -81,6 +84,8 @@ CUDA_SOURCES = [
     "native/launch/two_pass_fused_float.cu",
     "native/launch/two_pass_fused_half.cu",
     "native/launch/two_pass_half.cu",
+    "native/launch/two_pass_wide_bfloat16.cu",
+    "native/launch/two_pass_wide_half.cu",
 ]
 
 # Later GPUs compile the PTX of 9.0 on first use.

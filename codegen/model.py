@@ -181,7 +181,7 @@ def installed_torch() -> InstalledTorch:
 def valid_keys(function: NativeFunction) -> tuple[str, ...]:
     """The dispatch keys at which an override of the operator can be registered."""
     if function.has_composite_implicit_autograd_kernel:
-        return ("CompositeImplicitAutograd",)
+        return ("CompositeImplicitAutograd", "AutocastCUDA")
     return BACKENDS
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "is_enabled",
     "nn",
     "report",
+    "set_autocast",
     "set_inductor",
 ]
 
@@ -58,6 +59,7 @@ except ImportError:
 # These need the loaded library.
 import gn_override._inductor as _inductor
 import gn_override._meta as _meta
+from gn_override._autocast import set_autocast
 from gn_override._inductor import set_inductor
 
 _LAZY = {

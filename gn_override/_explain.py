@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gn_override import _library
+from gn_override import _autocast, _library
 from gn_override.nn import GroupNorm
 
-# How often X (or something of its size) crosses the memory bus, forward and backward, by rule of
-# native/plan. A copy is 2: one read, one write. The least possible is 2 forward (X, Y) and 3
-# backward (dY, X, dX).
-_TRAFFIC = {
-    "resident": (2, 3),
-    "cooperative": (3, 5),  # what it cannot keep on chip is read once more
-    "two_pass": (3, 5),  # the statistics read X, or dY and X, once more
-    "channels_last": (3, 5),  # likewise, but what is still in cache is not read again
+# How often X, and backward dY, is read again after the first time, by rule of native/plan.
+_READ_AGAIN = {
+    "resident": 0,
+    "cooperative": 1,  # what it cannot keep on chip
+    "two_pass": 1,  # after the statistics
+    "channels_last": 1,  # likewise, but not what is still in cache
 }
 _AT_MOST = {"channels_last", "cooperative"}
 
@@ -119,7 +117,7 @@ def explain(
     """Which kernel runs ``group_norm(input, num_groups, weight, bias)``, with which plan, and why.
 
     Nothing is computed; the answer is the same whether the override is switched on or off.
-    Inside ``torch.autocast`` it is the answer for the float32 tensors that autocast makes.
+    Inside ``torch.autocast("cuda")`` it is the answer for what autocast asks of a CUDA input.
 
     Args:
         input_or_module: the input, [N, C, ...] on a CPU or CUDA device, or an ``nn.GroupNorm``.
@@ -156,13 +154,20 @@ def explain(
         )
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"explain() knows CPU and CUDA tensors, not {x.device}")
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.float()
-        weight = weight if weight is None else weight.float()
-        bias = bias if bias is None else bias.float()
+    out_dtype = None
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        half = x.dtype.itemsize == 2
+        if not half or _autocast.mode() == "float32":
+            weight, bias = (
+                t.float() if t is not None and t.dtype.itemsize == 2 else t for t in (weight, bias)
+            )
+            if half and activation == "identity":
+                out_dtype = torch.float32
+            elif half:
+                x = x.float()
 
     answer = json.loads(
-        torch.ops.gn_override.explain(x, weight, bias, num_groups, backward, activation)
+        torch.ops.gn_override.explain(x, weight, bias, num_groups, backward, activation, out_dtype)
     )
     if x.is_cuda and "cuda" not in _library.build_info()["backends"]:
         answer["declined_by_binding"] = "gn_override was built without its CUDA backend"
@@ -272,9 +277,12 @@ def _explanation(
     declined_by_binding = answer.get("declined_by_binding")
     rule = "aten" if declined_by_binding else answer["rule"]
     served = rule != "aten"
+    # X, Y; or dY, X, dX. In backward what is written is of X's size.
+    minimum = answer.get("minimum_bytes", (3 if backward else 2) * tensor_bytes)
     moved = None
-    if rule in _TRAFFIC:
-        moved = (_TRAFFIC[rule][backward] + 2 * copied) * tensor_bytes
+    if rule in _READ_AGAIN:
+        read = minimum - tensor_bytes if backward else tensor_bytes
+        moved = minimum + _READ_AGAIN[rule] * read + 2 * copied * tensor_bytes
     return Explanation(
         problem=answer["problem"],
         device=name,
@@ -287,7 +295,7 @@ def _explanation(
         declined_by_binding=declined_by_binding,
         enabled=torch.ops.gn_override.is_enabled(),
         tensor_bytes=tensor_bytes,
-        minimum_bytes=answer.get("minimum_bytes", (3 if backward else 2) * tensor_bytes),
+        minimum_bytes=minimum,
         copied=served and copied,
         moved_bytes=moved,
         moved_at_most=rule in _AT_MOST,

@@ -16,8 +16,9 @@ holds its lowerings, which is loaded before anything can be compiled, and is gon
 
 Compiled code that is cached on disk is looked up by the graph before decomposition, so code of
 another side of the switch, or of a process without this package, would be found. Therefore
-torch.compiler.config.cache_key_tag ends in a tag of ours where Inductor leaves calls to us. A
-program that sets the tag itself should do so before it imports this package.
+torch.compiler.config.cache_key_tag ends in a tag of ours where Inductor leaves calls to us, or
+where autocast is told to preserve dtypes. A program that sets the tag itself should do so before it
+imports this package.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _CACHE_TAG = "-".join(
 )
 
 _wanted = True
+_tag = ""  # what cache_key_tag ends in now
 
 
 def install() -> None:
@@ -91,9 +93,13 @@ def switch_changed() -> None:
     Graphs that torch.compile made before are dropped: who runs a call, and layouts that hold on
     one side of the switch only, are built into them.
     """
+    global _tag
     active = is_active()
-    tag = torch.compiler.config.cache_key_tag.removesuffix(_CACHE_TAG)
-    torch.compiler.config.cache_key_tag = tag + _CACHE_TAG if active else tag
+    theirs = torch.compiler.config.cache_key_tag.removesuffix(_tag)
+    _tag = _CACHE_TAG if active else ""
+    if torch.ops.gn_override.is_enabled() and torch.ops.gn_override.autocast_preserves():
+        _tag += "-autocast-preserve"
+    torch.compiler.config.cache_key_tag = theirs + _tag
     if _LOWERINGS in sys.modules:
         _set_decompositions(active)
         _set_pass(active)

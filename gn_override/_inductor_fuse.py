@@ -1,4 +1,5 @@
-"""Inductor: a norm and the activation after it become one call of ours.
+"""Inductor: a norm and the activation after it become one call of ours, and so does a norm of half
+precision inside autocast.
 
 This happens before gradients are traced, on what Dynamo recorded, where an activation is still one
 node. The fused operator brings its own backward, so training needs no pattern of its own. Calls
@@ -9,7 +10,6 @@ This module loads Inductor's base class of passes; it is imported where Inductor
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,21 +60,24 @@ class FuseActivations(CustomGraphPass):
 
 def _fuse(graph: Graph) -> None:
     for norm in list(graph.nodes):
-        if norm.op != "call_function" or norm.target not in _NORMS or len(norm.users) != 1:
+        if norm.op != "call_function" or norm.target not in _NORMS:
             continue
-        (activation,) = norm.users
-        name = _name(norm, activation)
         arguments = _arguments(*norm.args, **norm.kwargs)
-        if name is None or not _taken(*arguments) or not _together(norm, activation):
+        out_dtype = _autocast_dtype(norm, arguments[0])
+        # No kernel has an activation where X is narrower than Y.
+        wide = out_dtype == torch.float32
+        activation, name = (norm, "identity") if wide else _activation(norm)
+        if (name == "identity" and out_dtype is None) or not _taken(out_dtype, *arguments):
             continue
         with graph.inserting_before(norm):
             op = torch.ops.gn_override.group_norm_act.default
-            fused = graph.call_function(op, (*arguments, name))
+            fused = graph.call_function(op, (*arguments, name, out_dtype))
             output = graph.call_function(operator.getitem, (fused, 0))
         output.meta = activation.meta.copy()
         activation.replace_all_uses_with(output)
         graph.erase_node(activation)
-        graph.erase_node(norm)
+        if activation is not norm:
+            graph.erase_node(norm)
 
 
 def _arguments(
@@ -89,6 +92,27 @@ def _arguments(
     return input, num_groups, weight, bias, eps
 
 
+def _autocast_dtype(norm: Node, input: Any) -> torch.dtype | None:
+    """The dtype that autocast gives a norm of half precision on a GPU; None without autocast."""
+    X, Y = _value(input), _value(norm)
+    if not (
+        isinstance(X, Tensor) and isinstance(Y, Tensor) and X.is_cuda and X.dtype.itemsize == 2
+    ):
+        return None
+    preserves = torch.ops.gn_override.autocast_preserves()
+    return Y.dtype if preserves or Y.dtype == torch.float32 else None
+
+
+def _activation(norm: Node) -> tuple[Node, str]:
+    """The activation that alone sees the norm's result, and its name; or the norm, "identity"."""
+    if len(norm.users) == 1:
+        (activation,) = norm.users
+        name = _name(norm, activation)
+        if name is not None and _together(norm, activation):
+            return activation, name
+    return norm, "identity"
+
+
 def _name(norm: Node, activation: Node) -> str | None:
     """What a node computes of the norm's result, if it is an activation."""
     if activation.op not in ("call_function", "call_method") or activation.args[:1] != (norm,):
@@ -96,7 +120,9 @@ def _name(norm: Node, activation: Node) -> str | None:
     return _activations.of_call(activation.target, *activation.args[1:], **activation.kwargs)
 
 
-def _taken(input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> bool:
+def _taken(
+    out_dtype: torch.dtype | None, input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any
+) -> bool:
     """Whether our kernels take the norm."""
     X, gamma, beta = (_value(argument) for argument in (input, weight, bias))
     known = isinstance(X, Tensor) and isinstance(num_groups, int) and isinstance(eps, float)
@@ -104,8 +130,9 @@ def _taken(input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any) -> boo
         known = known and (argument is None or isinstance(value, Tensor))
     if not known:
         return False
-    sizes = X.shape[0], X.shape[1], math.prod(X.shape[2:]), num_groups
-    return _meta.takes_forward(X, gamma, beta, *sizes, eps)
+    if out_dtype == torch.float32:  # autocast casts them
+        gamma, beta = (t if t is None else t.float() for t in (gamma, beta))
+    return _meta.takes_act(X, num_groups, gamma, beta, out_dtype)
 
 
 def _together(norm: Node, activation: Node) -> bool:

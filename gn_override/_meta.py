@@ -122,11 +122,15 @@ def _fake_act(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     activation: str = "identity",
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
-    ours = _fits_forward(input, weight, bias, N, C, HxW, num_groups)
+    dtype = out_dtype or input.dtype
+    ours = _serves(input, dtype, activation) and _fits_forward(
+        input, weight, bias, N, C, HxW, num_groups, dtype
+    )
     mean, rstd = (input.new_empty((N, num_groups), dtype=_accumulator(input)) for _ in range(2))
-    return _empty_like(input, ours), mean, rstd
+    return _empty_like(input, ours, dtype), mean, rstd
 
 
 def _fake_act_backward(
@@ -141,12 +145,27 @@ def _fake_act_backward(
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
-    dtype = _param_dtype(input, weight, bias)
-    ours = mean.dtype in (dtype, _accumulator(input)) and _fits_backward(
-        grad_out, input, mean, rstd, weight, bias, dtype, N, C, HxW, num_groups
+    dtype = _param_dtype(grad_out, weight, bias)
+    ours = (
+        mean.dtype in (dtype, _accumulator(input))
+        and _serves(input, grad_out.dtype, activation)
+        and _fits_backward(
+            grad_out,
+            input,
+            mean,
+            rstd,
+            weight,
+            bias,
+            dtype,
+            N,
+            C,
+            HxW,
+            num_groups,
+            grad_out.dtype,
+        )
     )
     return (
-        _empty_like(input, ours) if output_mask[0] else None,
+        _empty_like(input, ours, input.dtype) if output_mask[0] else None,
         input.new_empty((C,), dtype=dtype) if output_mask[1] else None,
         input.new_empty((C,), dtype=dtype) if output_mask[2] else None,
     )
@@ -188,8 +207,22 @@ def takes_forward(
 ) -> bool:
     """Whether our kernels run this call of native_group_norm, on fake tensors or real ones."""
     return torch.ops.gn_override.is_enabled() and _fits_forward(
-        input, weight, bias, N, C, HxW, group
+        input, weight, bias, N, C, HxW, group, input.dtype
     )
+
+
+def takes_act(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> bool:
+    """Whether our kernels run this call of group_norm_act, while the switch is on."""
+    if not torch.ops.gn_override.is_enabled() or input.ndim < 2:
+        return False
+    N, C, HxW = input.shape[0], input.shape[1], math.prod(input.shape[2:])
+    return _fits_forward(input, weight, bias, N, C, HxW, num_groups, out_dtype or input.dtype)
 
 
 def takes_backward(
@@ -206,8 +239,13 @@ def takes_backward(
 ) -> bool:
     """Whether our kernels run this call of native_group_norm_backward."""
     return torch.ops.gn_override.is_enabled() and _fits_backward(
-        grad_out, input, mean, rstd, weight, None, mean.dtype, N, C, HxW, group
+        grad_out, input, mean, rstd, weight, None, mean.dtype, N, C, HxW, group, input.dtype
     )
+
+
+def _serves(X: Tensor, out_dtype: torch.dtype, activation: str) -> bool:
+    """There are kernels from X's dtype to Y's."""
+    return out_dtype == X.dtype or (X.device.type == "cuda" and activation == "identity")
 
 
 def _fits_forward(
@@ -218,9 +256,10 @@ def _fits_forward(
     C: int,
     HxW: int,
     group: int,
+    out_dtype: torch.dtype,
 ) -> bool:
-    param_dtype = _param_dtype(input, weight, bias)
-    return _takes(input, param_dtype, N, C, HxW, group) and _parameters_fit(
+    param_dtype = next((t.dtype for t in (weight, bias) if t is not None), out_dtype)
+    return _takes(input, param_dtype, N, C, HxW, group, out_dtype) and _parameters_fit(
         input, weight, bias, param_dtype
     )
 
@@ -237,22 +276,34 @@ def _fits_backward(
     C: int,
     HxW: int,
     group: int,
+    out_dtype: torch.dtype,
 ) -> bool:
     return (
-        _takes(input, param_dtype, N, C, HxW, group)
+        _takes(input, param_dtype, N, C, HxW, group, out_dtype)
         and grad_out.shape == input.shape
-        and _fits(grad_out, input, input.dtype, input.numel())
+        and _fits(grad_out, input, out_dtype, input.numel())
         and _fits(mean, input, mean.dtype, N * group)
         and _fits(rstd, input, mean.dtype, N * group)
         and _parameters_fit(input, weight, bias, param_dtype)
     )
 
 
-def _takes(X: Tensor, param_dtype: torch.dtype, N: int, C: int, HxW: int, group: int) -> bool:
+def _takes(
+    X: Tensor,
+    param_dtype: torch.dtype,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    out_dtype: torch.dtype,
+) -> bool:
     """Whether our kernels run a call with this input, as far as the input decides."""
+    wide = out_dtype != X.dtype
+    refused = not wide and _refused_by_stock(X, param_dtype)
+    half = X.dtype in _HALF
     return (
         X.device.type in _device_types
-        and (_prefers_channels_last(X) or (_refused_by_stock(X, param_dtype) and _one_layout(X)))
+        and (_prefers_channels_last(X) or (refused and _one_layout(X)))
         and X.shape[0] == N
         and X.shape[1] == C
         and X.numel() == N * C * HxW
@@ -260,7 +311,11 @@ def _takes(X: Tensor, param_dtype: torch.dtype, N: int, C: int, HxW: int, group:
         and group > 0
         and C % group == 0
         and X.dtype in _DTYPES
-        and (param_dtype == X.dtype or (X.dtype in _HALF and param_dtype == torch.float32))
+        and all(
+            dtype == X.dtype or (half and dtype == torch.float32)
+            for dtype in (param_dtype, out_dtype)
+        )
+        and not (wide and param_dtype != out_dtype)
     )
 
 
@@ -323,13 +378,13 @@ def _channels_last_strides(X: Tensor) -> list[int]:
     return strides
 
 
-def _empty_channels_last(X: Tensor) -> Tensor:
-    return X.new_empty_strided(X.shape, _channels_last_strides(X))
+def _empty_channels_last(X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return X.new_empty_strided(X.shape, _channels_last_strides(X), dtype=dtype)
 
 
-def _empty_like(X: Tensor, ours: bool) -> Tensor:
+def _empty_like(X: Tensor, ours: bool, dtype: torch.dtype) -> Tensor:
     """What group_norm_act returns: channels-last from our kernels, else NCHW."""
-    return _empty_channels_last(X) if ours else X.new_empty(X.shape)
+    return _empty_channels_last(X, dtype) if ours else X.new_empty(X.shape, dtype=dtype)
 
 
 def _guard_or_false(condition: Any) -> bool:

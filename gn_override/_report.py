@@ -11,12 +11,12 @@ from types import MappingProxyType
 
 import torch
 
-from gn_override import _library
+from gn_override import _autocast, _library
 from gn_override._inductor import is_active
 
 # The dispatch keys that decide where a group normalisation call goes, for each op.
 _KEYS = {
-    "group_norm": ("CPU", "CUDA", "AutogradCUDA", "CompositeImplicitAutograd"),
+    "group_norm": ("CPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "CompositeImplicitAutograd"),
     "native_group_norm": ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "Meta"),
     "native_group_norm_backward": ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "Meta"),
 }
@@ -51,6 +51,7 @@ class Report:
     version: str
     enabled: bool
     inductor: bool  # torch.compile's Inductor leaves calls to our kernels
+    autocast: str  # what CUDA autocast makes of half precision: "float32", "preserve"
     torch_built: str  # the torch that the extension was built against
     torch_running: str
     cuda_built: str | None  # CUDA version of that torch; None for a build without CUDA
@@ -71,6 +72,11 @@ class Report:
         inductor = (
             "leaves calls to these kernels" if self.inductor else "compiles group norms itself"
         )
+        autocast = (
+            "half precision stays as it is on CUDA"
+            if self.autocast == "preserve"
+            else "float32 from half precision on CUDA, as PyTorch's"
+        )
         lines = [
             f"gn_override {self.version}: {'on' if self.enabled else 'off'}",
             f"built     torch {self.torch_built}, {cuda}, {self.compiler}",
@@ -78,6 +84,7 @@ class Report:
             f"GPUs      {', '.join(self.gpus) or 'none'}",
             f"CPU       {self.cpu_instruction_set} kernels",
             f"Inductor  {inductor}",
+            f"autocast  {autocast}",
             "",
             "in the dispatcher:",
         ]
@@ -110,6 +117,7 @@ def report() -> Report:
         version=built["version"],
         enabled=torch.ops.gn_override.is_enabled(),
         inductor=is_active(),
+        autocast=_autocast.mode(),
         torch_built=built["torch"],
         torch_running=torch.__version__,
         cuda_built=built["torch_cuda"],

@@ -22,6 +22,7 @@ def main() -> None:
     gn_override.enable()
     on: bool = gn_override.is_enabled()
     gn_override.set_inductor(True)
+    gn_override.set_autocast("float32")
 
     x: Tensor = torch.randn(2, 16, 5, 3).to(memory_format=torch.channels_last)
     with gn_override.enabled():

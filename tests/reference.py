@@ -58,6 +58,7 @@ FORWARD = "native_group_norm"
 BACKWARD = "native_group_norm_backward"
 ATEN = (FORWARD, BACKWARD)
 FUSED = ("group_norm_act", "group_norm_act_backward")
+CAST = ("group_norm_autocast", "group_norm_autocast_backward")  # half X, float Y
 
 
 @dataclass
@@ -149,6 +150,7 @@ def make_inputs(
     device: str,
     dtype: torch.dtype,
     param_dtype: torch.dtype | None = None,
+    dY_dtype: torch.dtype | None = None,
     *,
     affine: str = "both",
     layout: str = "channels_last",
@@ -164,7 +166,7 @@ def make_inputs(
         return torch.randn(size, dtype=kind, device=where)
 
     X = (normal(*case.shape).mul_(2).add_(0.5)).to(device, dtype)
-    dY = normal(*case.shape).to(device, dtype)
+    dY = normal(*case.shape).to(device, dY_dtype or dtype)
     params = [normal(case.C).to(device, param_dtype or dtype) for _ in range(2)]
     return Inputs(
         X=lay_out(X, layout),
@@ -240,16 +242,17 @@ def stock(inputs: Inputs, mask: Mask = ALL) -> Results:
     """Stock aten on the same values, in the same layout where it has kernels for it.
 
     X and dY get one layout, since the backward of 2.11 - 2.13 is wrong where they differ. Stock
-    CUDA refuses half X with float parameters: there it computes in float, rounded at the end.
+    CUDA refuses half X with float parameters: there it computes in float, rounded at the end. So it
+    does under autocast, which is where dY is float; Y is then float too.
     All gradients are computed, then dropped by the mask, and a missing gamma is ones: stock's CPU
     backward reads a null pointer for some masks of half types, and refuses dgamma without gamma.
     """
     i = inputs
     form = _stock_format(i.X)
-    as_float = is_mixed(i) and not i.X.is_cpu
+    as_float = i.dY.dtype != i.X.dtype or (is_mixed(i) and not i.X.is_cpu)
     gamma = i.gamma
     if gamma is None:
-        gamma = (i.X if i.beta is None else i.beta).new_ones(i.X.shape[1])
+        gamma = (i.dY if i.beta is None else i.beta).new_ones(i.X.shape[1])
     X, dY = (t.float() if as_float else t for t in (i.X, i.dY))
     same = Inputs(
         X.contiguous(memory_format=form),
@@ -262,11 +265,11 @@ def stock(inputs: Inputs, mask: Mask = ALL) -> Results:
     with override_off():
         results = native(same)
     if as_float:
-        results.Y = results.Y.to(i.X.dtype)
+        results.Y = results.Y.to(i.dY.dtype)
         results.dX = results.dX.to(i.X.dtype)
     if i.gamma is None:
-        results.dgamma = results.dgamma.to(i.X.dtype)
-        results.dbeta = results.dbeta.to(i.X.dtype)
+        results.dgamma = results.dgamma.to(i.dY.dtype)
+        results.dbeta = results.dbeta.to(i.dY.dtype)
     for name, wanted in zip(("dX", "dgamma", "dbeta"), mask, strict=True):
         if not wanted:
             setattr(results, name, None)
@@ -530,12 +533,12 @@ def expect_calls(
 ) -> Iterator[None]:
     """Inside, exactly one call of each op: on our kernels (True), on aten (False), or no call.
 
-    Of the other pair of ops there is none.
+    Of the other pairs of ops there is none.
     """
     torch.ops.gn_override.reset_counters()
     yield
     want = {True: (1, 0), False: (0, 1), None: (0, 0)}
-    asked = dict.fromkeys((*ATEN, *FUSED)) | dict(zip(ops, (forward, backward), strict=True))
+    asked = dict.fromkeys((*ATEN, *FUSED, *CAST)) | dict(zip(ops, (forward, backward), strict=True))
     for op, ours in asked.items():
         got = calls(op, device)
         assert got == want[ours], (

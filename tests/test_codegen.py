@@ -356,8 +356,8 @@ wrote native/binding/generated/register.cpp
             """\
 --- native/binding/generated/register.cpp (in the tree)
 +++ native/binding/generated/register.cpp (from group_norm.yaml)
-@@ -29,7 +29,7 @@
- #endif // GN_OVERRIDE_STOCK_DROPS_LAYOUT
+@@ -35,7 +35,7 @@
+ #endif // GN_OVERRIDE_WITH_CUDA
  
  TORCH_LIBRARY_IMPL(aten, CPU, m) {
 -  m.impl("native_group_norm", TORCH_FN(other_kernel));

@@ -406,7 +406,8 @@ def test_pass(function: Callable[..., Tensor], fused: list[str]) -> None:
 
 
 def test_pass_under_autocast(device: str) -> None:
-    """The norm's dtype is the one that autocast gives it."""
+    """The norm's dtype is the one that autocast gives it. No kernel has an activation where that
+    is wider than X."""
 
     def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
@@ -414,7 +415,8 @@ def test_pass_under_autocast(device: str) -> None:
 
     X, gamma, beta = operands((2, 6, 7, 5), device)
     assert after_the_pass(function, X, gamma, beta) == ["silu"]
-    assert after_the_pass(function, X.detach().bfloat16(), gamma, beta) == ["silu"]
+    expected = "identity" if device == "cuda" else "silu"
+    assert after_the_pass(function, X.detach().bfloat16(), gamma, beta) == [expected]
 
 
 class Recorded(CustomGraphPass):

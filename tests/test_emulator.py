@@ -64,7 +64,10 @@ MIXED = {
     "double": (torch.float64, None),
     "half-float": (torch.float16, torch.float32),
     "bfloat16": (torch.bfloat16, None),
+    "half to float": (torch.float16, torch.float32, torch.float32),
+    "bfloat16 to float": (torch.bfloat16, torch.float32, torch.float32),
 }
+PLAIN = {name: dtypes for name, dtypes in MIXED.items() if len(dtypes) == 2}
 
 
 def fields(names: str, kind: type) -> Iterable[tuple[str, type]]:
@@ -75,7 +78,8 @@ class Call(ctypes.Structure):
     """Call of tests/emulator/calls.cpp."""
 
     _fields_ = (
-        *fields("backward dtype param_dtype wide_statistics N C HxW G activation", ctypes.c_int64),
+        *fields("backward dtype param_dtype wide_statistics wide_output", ctypes.c_int64),
+        *fields("N C HxW G activation", ctypes.c_int64),
         *fields("alignment scheme columns splits threads sm_count seed", ctypes.c_int64),
         *fields("eps", ctypes.c_double),
         *fields("dY X gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
@@ -136,7 +140,7 @@ class Emulator:
         """Forward and backward of channels-last inputs; results and both plans."""
         i = inputs
         affine = [t for t in (i.gamma, i.beta) if t is not None]
-        param_dtype = affine[0].dtype if affine else i.X.dtype
+        param_dtype = affine[0].dtype if affine else i.dY.dtype
         fused = activation != "identity"
         wide = torch.promote_types(i.X.dtype, torch.float32)
 
@@ -145,15 +149,19 @@ class Emulator:
 
         N, C, HxW, G = i.sizes
         results = Results(
-            torch.full_like(i.X, float("nan")),
+            torch.full_like(i.dY, float("nan")),
             *(empty(N, G, dtype=wide if fused else param_dtype) for _ in range(2)),
             torch.full_like(i.X, float("nan")) if mask[0] else None,
             *(empty(C, dtype=param_dtype) if m else None for m in mask[1:]),
         )
         operands = {"dY": i.dY, "X": i.X, "gamma": i.gamma, "beta": i.beta, **vars(results)}
         pointers = {k: None if t is None else t.data_ptr() for k, t in operands.items()}
-        alignment = 16
-        while any(p % alignment for k in ("dY", "X", "Y", "dX") if (p := pointers[k])):
+        alignment = 16 // i.X.element_size()  # in elements
+        while any(
+            operands[k].data_ptr() % (alignment * operands[k].element_size())
+            for k in ("dY", "X", "Y", "dX")
+            if pointers[k]
+        ):
             alignment //= 2
         plans = []
         for backward in (False, True):
@@ -162,12 +170,13 @@ class Emulator:
                 dtype=DTYPES.index(i.X.dtype),
                 param_dtype=DTYPES.index(param_dtype),
                 wide_statistics=fused,
+                wide_output=i.dY.dtype != i.X.dtype,
                 N=N,
                 C=C,
                 HxW=HxW,
                 G=G,
                 activation=ACTIVATIONS.index(activation),
-                alignment=alignment,
+                alignment=alignment * i.X.element_size(),
                 scheme=SCHEMES.index(pin.scheme),
                 splits=pin.splits,
                 threads=pin.threads,
@@ -251,9 +260,9 @@ def test_scheme(emulator, dtypes, case, pin):
 
 
 @pytest.mark.parametrize("samples", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_more_than_the_chip_keeps(emulator, dtype, samples):
-    inputs = make_inputs(LARGE, "cpu", dtype)
+@pytest.mark.parametrize("name", ["float", "bfloat16", "half to float"])
+def test_more_than_the_chip_keeps(emulator, name, samples):
+    inputs = make_inputs(LARGE, "cpu", *MIXED[name])
     results, plans = emulator(inputs, Pin("cooperative", samples))
     assert all(re.search(r" pixels_kept=\d+ ", plan) for plan in plans)
     assert_parity(results, inputs)
@@ -261,7 +270,7 @@ def test_more_than_the_chip_keeps(emulator, dtype, samples):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
-@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("dtypes", PLAIN.values(), ids=PLAIN)
 def test_activation(emulator, dtypes, pin, activation):
     inputs = away_from_kink(make_inputs(CASES[0], "cpu", *dtypes), activation)
     results = run_twice(emulator, inputs, pin, activation=activation)
@@ -270,16 +279,18 @@ def test_activation(emulator, dtypes, pin, activation):
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
-def test_output_masks(emulator, pin, mask):
-    inputs = make_inputs(CASES[0], "cpu", torch.bfloat16)
+@pytest.mark.parametrize("name", ["bfloat16", "bfloat16 to float"])
+def test_output_masks(emulator, name, pin, mask):
+    inputs = make_inputs(CASES[0], "cpu", *MIXED[name])
     results, _ = emulator(inputs, pin, mask=mask)
     assert_parity(results, inputs, mask)
 
 
 @pytest.mark.parametrize("affine", ["none", "weight", "bias"])
 @pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
-def test_without_weight_or_bias(emulator, pin, affine):
-    inputs = make_inputs(CASES[0], "cpu", torch.float32, affine=affine)
+@pytest.mark.parametrize("name", ["float", "half to float"])
+def test_without_weight_or_bias(emulator, name, pin, affine):
+    inputs = make_inputs(CASES[0], "cpu", *MIXED[name], affine=affine)
     assert_parity(run_twice(emulator, inputs, pin), inputs)
 
 

@@ -265,10 +265,11 @@ def test_explain_counts_the_copy_of_a_slice():
 
 
 def test_explain_sees_what_autocast_makes():
+    """On a CPU, nothing; test_autocast.py has what it asks of a GPU."""
     module, x = nn.GroupNorm(8, 64), channels_last(2, 64, 4, 4, dtype=torch.bfloat16)
-    assert "bfloat16" in gn_override.explain(module.bfloat16(), input=x).problem
+    plain = gn_override.explain(module.bfloat16(), input=x)
     with torch.autocast("cpu", torch.bfloat16):
-        assert "float32" in gn_override.explain(module, input=x).problem
+        assert gn_override.explain(module, input=x) == plain
 
 
 def test_explain_says_that_the_override_is_off():

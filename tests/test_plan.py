@@ -41,6 +41,7 @@ def explain(
     param_dtype: str | None = None,
     channels_last: bool = True,
     alignment: int = 16,
+    wide: bool = False,
 ) -> dict:
     dtype = dtype or case.dtype
     text = torch.ops.gn_override.explain_shape(
@@ -54,6 +55,7 @@ def explain(
         param_dtype or dtype,
         channels_last,
         alignment,
+        wide_output=wide,
     )
     return json.loads(text)
 
@@ -143,6 +145,54 @@ def test_tiles_cover_the_tensor(case, backward):
             assert_covers(answer, case, dtype, alignment)
 
 
+@directions
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "case", [case for case in ALL_CASES if case.N > 0 and not case.one_layout], ids=lambda c: c.id
+)
+def test_wide_output(case, dtype, backward):
+    """Half X, float Y: as many channels to a vector as 16 bytes of Y hold, and whole tiles."""
+    for alignment in (1, 2, 4, 8, 16):
+        answer = explain(
+            case,
+            "cuda",
+            backward,
+            dtype=dtype,
+            param_dtype="float32",
+            alignment=alignment,
+            wide=True,
+        )
+        assert answer["rule"] != "aten"
+        assert_covers(answer, case, dtype, alignment)
+        vector = geometry(answer)["vector"]
+        assert vector <= 4
+        if alignment >= 8:
+            assert vector == next(width for width in (4, 2, 1) if case.C % width == 0)
+        # X and Y; or dY, X and dX.
+        assert answer["minimum_bytes"] == (8 if backward else 6) * case.numel
+        assert f"{dtype} to float32 with float32 parameters" in answer["problem"]
+
+
+@directions
+def test_slabs_of_a_wide_output(backward):
+    """dY takes twice the room of X on chip, Y none: backward, a thread keeps fewer pixels."""
+    case = Case("vae", (1, 128, 1024, 1024))
+    kept = {}
+    for name, options in {
+        "bfloat16": {"dtype": "bfloat16", "alignment": 8},  # vectors of 4 channels too
+        "wide": {"dtype": "bfloat16", "param_dtype": "float32", "wide": True},
+        "float32": {"dtype": "float32"},
+    }.items():
+        answer = explain(case, "cuda", backward, **options)
+        assert answer["rule"] == "cooperative" and geometry(answer)["vector"] == 4
+        plan = geometry(answer)
+        kept[name] = plan["pixels_kept"] * plan["threads"]
+    if backward:
+        assert kept["bfloat16"] > kept["wide"] > kept["float32"]
+    else:
+        assert kept["bfloat16"] == kept["wide"] > kept["float32"]
+
+
 HUGE = (
     Case("N past 65535", (1 << 20, 32, 2, 2), 32),
     Case("N * G past 2^31", (1 << 27, 32, 1, 2), 32),
@@ -208,6 +258,11 @@ def test_single_image_fills_the_chip():
         (("cpu", False, -1, 4, 4, 2, "float32", "float32", True, 16), "N"),
         (("cuda", False, 1, 0, 4, 2, "float32", "float32", True, 16), "C"),
         (("cuda", False, 1, 4, 4, 2, "float32", "float32", True, 3), "alignment"),
+        (
+            ("cuda", False, 1, 4, 4, 2, "float32", "float32", True, 16, "identity", True),
+            "wide output",
+        ),
+        (("cpu", False, 1, 4, 4, 2, "float16", "float32", True, 16, "identity", True), "on cpu"),
     ],
 )
 def test_questions_without_an_answer(arguments, text):
@@ -222,14 +277,14 @@ DRIVER = r"""
 #include "native/plan/plan.h"
 using namespace gn_override;
 
-// Lines of: device backward dtype param_dtype N C HxW G channels_last alignment threads sm_count
-// compute_capability shared_memory_per_block l2_bytes clusters; one answer a line.
+// Lines of: device backward dtype param_dtype wide N C HxW G channels_last alignment threads
+// sm_count compute_capability shared_memory_per_block l2_bytes clusters; one answer a line.
 int main() {
-  int device, backward, dtype, param_dtype, channels_last;
+  int device, backward, dtype, param_dtype, wide, channels_last;
   Problem p;
   Device d;
-  while (std::cin >> device >> backward >> dtype >> param_dtype >> p.N >> p.C >> p.HxW >> p.G >>
-         channels_last >> p.alignment >> d.threads >> d.sm_count >> d.compute_capability >>
+  while (std::cin >> device >> backward >> dtype >> param_dtype >> wide >> p.N >> p.C >> p.HxW >>
+         p.G >> channels_last >> p.alignment >> d.threads >> d.sm_count >> d.compute_capability >>
          d.shared_memory_per_block >> d.l2_bytes) {
     for (size_t size = 1; size < d.clusters.size(); ++size) {
       std::cin >> d.clusters[size];
@@ -238,6 +293,7 @@ int main() {
     p.direction = static_cast<Direction>(backward);
     p.dtype = static_cast<DType>(dtype);
     p.param_dtype = static_cast<DType>(param_dtype);
+    p.wide_output = wide;
     p.channels_last = channels_last;
     const Plan plan = make_plan(p, d);
     if (!(plan == make_plan(p, d))) {
@@ -275,14 +331,20 @@ def device_figures(device_type: str) -> list[str]:
     return re.findall(r"(?<=[=,])\d+", explain(KERNEL_CASES[0], device_type, False)["machine"])
 
 
-def ask(planner: Path, device_type: str, questions: list[tuple[Case, bool, str, int]]) -> list:
+def ask(
+    planner: Path,
+    device_type: str,
+    questions: list[tuple[Case, bool, str, int]],
+    wide: bool = False,
+) -> list:
     figures = device_figures(device_type)
     lines = [
         [
             int(device_type == "cuda"),
             int(backward),
             DTYPE_CODES[dtype],
-            DTYPE_CODES[dtype],
+            DTYPE_CODES["float32" if wide else dtype],
+            int(wide),
             case.N,
             case.C,
             case.HxW,
@@ -313,6 +375,28 @@ def test_planner_alone_gives_the_same_answers(planner, device_type):
     for question, answer in zip(questions, answers, strict=True):
         case, backward, dtype, alignment = question
         built = explain(case, device_type, backward, dtype=dtype, alignment=alignment)
+        del built["device"], built["declined_by_binding"]
+        assert answer["explain"] == built
+
+
+def test_planner_alone_with_a_wide_output(planner):
+    questions = [
+        (case, backward, "bfloat16", alignment)
+        for case in ALL_CASES + HUGE
+        for backward in (False, True)
+        for alignment in (4, 16)
+    ]
+    for question, answer in zip(questions, ask(planner, "cuda", questions, True), strict=True):
+        case, backward, dtype, alignment = question
+        built = explain(
+            case,
+            "cuda",
+            backward,
+            dtype=dtype,
+            param_dtype="float32",
+            alignment=alignment,
+            wide=True,
+        )
         del built["device"], built["declined_by_binding"]
         assert answer["explain"] == built
 

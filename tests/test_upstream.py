@@ -316,22 +316,26 @@ NOT_SERVED = "  if (!is_served()) {\n    return;\n  }\n"
 
 
 def test_kernels_are_those_of_native():
-    """No second copy: every kernel and launcher is rendered, but for those with activations, and
-    only what edits put there is new."""
+    """No second copy: every kernel and launcher is rendered, but for those with activations or a
+    wider Y, and only what edits put there is new."""
     staged = rendered("main")
+    of_TY = {old: new for old, new in CHANGE.rewrite.items() if "TY" in old}
     additions = {a.source: a for commit in CHANGE.commits for a in commit.additions}
     for folder in ("kernels", "launch"):
         for source in (ROOT / "native" / folder).iterdir():
             name = str(source.relative_to(ROOT))
-            if source.name == "activation.cuh" or "_fused_" in source.name:
+            if source.name == "activation.cuh" or re.search("_fused_|_wide_", source.name):
                 assert name not in additions
                 continue
-            ours = source.read_text().splitlines()
+            text = source.read_text()
+            for old, new in of_TY.items():
+                text = re.sub(old, new, text, flags=re.MULTILINE)
+            ours = text.splitlines()
             theirs = staged[additions[name].path].replace(NOT_SERVED, "").splitlines()
             edited = "".join(edit.text for edit in additions[name].edits).splitlines()
             assert len(theirs) <= len(ours) + len(edited) + 2  # the guard of ROCm
-            new = {line for line in theirs if line not in ours and line not in edited}
-            assert len(new) <= 20, name  # includes, namespace, what has no kFused
+            added = {line for line in theirs if line not in ours and line not in edited}
+            assert len(added) <= 20, name  # includes, namespace, what has no kFused
 
 
 def test_kernels_take_no_room_for_devices_that_do_not_run_them():
@@ -345,11 +349,12 @@ def test_kernels_take_no_room_for_devices_that_do_not_run_them():
     assert count == 9
 
 
-def test_no_activations():
-    """PyTorch has no fused ones: nothing of them is left."""
+def test_no_activations_and_no_mixed_types():
+    """PyTorch has no fused ones, and Y of X's type: nothing of the others is left."""
     for path, text in rendered("main").items():
         if path.endswith(verify.CPP):
             assert not re.search(r"activat|fused|differentiat|dZ", text, re.IGNORECASE), path
+            assert not re.search(r"\bTY\b|wide_output|output_dtype", text), path
 
 
 @pytest.mark.parametrize("pattern", CHANGE.rewrite)

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gn_override
+from gn_override import _picture
 
 CLASSES = 10
 SIZE = 16
@@ -124,24 +125,25 @@ def verdict(curves: dict[str, list[float]]) -> dict[str, Any]:
 def draw(content: dict[str, Any], path: Path) -> None:
     """The smoothed curves, a panel for each dtype. Needs matplotlib, of the extra `plot`."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(content["rows"]), figsize=(10, 4), sharey=True)
-    for panel, row in zip(panels, content["rows"], strict=True):
-        for (name, losses), style in zip(row["losses"].items(), ("-", ":", "--"), strict=True):
-            curve = smooth(losses)
-            at = [WINDOW * (i + 0.5) for i in range(len(curve))]
-            panel.plot(at, curve, style, label=name)
-        panel.set_title(row["dtype"])
-        panel.set_xlabel("step")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel(f"loss, mean of {WINDOW} steps")
-    panels[0].legend()
-    figure.tight_layout()
-    with matplotlib.rc_context({"svg.hashsalt": "gn_override"}):  # the same file each time
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    lines = list(zip(("-", ":", "--"), (_picture.INK, _picture.LOSS, _picture.GAIN), strict=True))
+    with matplotlib.rc_context(_picture.STYLE):
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        figure.patch.set_alpha(0)
+        panels = figure.subplots(1, len(content["rows"]), sharey=True, squeeze=False)[0]
+        for panel, row in zip(panels, content["rows"], strict=True):
+            panel.patch.set_alpha(0)
+            for (name, losses), (style, colour) in zip(row["losses"].items(), lines, strict=True):
+                curve = smooth(losses)
+                at = [WINDOW * (i + 0.5) for i in range(len(curve))]
+                panel.plot(at, curve, style, color=colour, label=name)
+            panel.set_title(row["dtype"], fontsize=9)
+            panel.set_xlabel("step")
+        panels[0].set_ylabel(f"loss, mean of {WINDOW} steps")
+        panels[0].legend(frameon=False)
+        machine = content.get("gpu") or content["cpu"]
+        _picture.save(figure, f"{machine}, torch {content['torch']}, {content['commit']}", path)
 
 
 def main() -> int:
@@ -151,7 +153,7 @@ def main() -> int:
     parser.add_argument("--output", default="", help="name of the results file to write")
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
     parser.add_argument("--from", dest="source", type=Path, help="a results file: run nothing")
-    parser.add_argument("--plot", type=Path, help="picture to draw")
+    parser.add_argument("--plot", type=_picture.path, help="picture to draw")
     arguments = parser.parse_args()
     if arguments.steps < WINDOW:
         parser.error(f"--steps is less than the {WINDOW} that are smoothed over")

@@ -1,7 +1,7 @@
 #include "native/binding/activation.h"
 
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -90,7 +90,7 @@ void check_arguments(
     const OptionalTensor& gamma,
     const OptionalTensor& beta) {
   const at::ScalarType type = X.scalar_type();
-  const at::ScalarType param_type = param_type_of(X, gamma, beta);
+  const at::ScalarType param_type = param_type_of(type, gamma, beta);
   const bool half = type == at::kHalf || type == at::kBFloat16;
   const auto fits = [&](const OptionalTensor& parameter) {
     return !defined(parameter) ||
@@ -103,6 +103,23 @@ void check_arguments(
       !fits(gamma) || !fits(beta)) {
     at::group_norm(X, group, gamma, beta);
   }
+}
+
+// Y's type.
+at::ScalarType output_type(
+    const Tensor& X,
+    std::optional<at::ScalarType> out_dtype) {
+  const at::ScalarType type = X.scalar_type();
+  const at::ScalarType result = out_dtype.value_or(type);
+  TORCH_CHECK_VALUE(
+      result == type ||
+          (result == at::kFloat &&
+           (type == at::kHalf || type == at::kBFloat16)),
+      std::string(
+          "gn_override: out_dtype must be the input's, or Float for a "
+          "half-precision input, got ") +
+          at::toString(result) + " for " + at::toString(type));
+  return result;
 }
 
 // gamma as an accumulator, ones where there is none: stock's double backward
@@ -136,9 +153,11 @@ Result composite_forward(
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
-    std::string_view activation) {
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype) {
   const Activation kind = parse_activation(activation);
   check_arguments(X, group, gamma, beta);
+  const at::ScalarType result_type = output_type(X, out_dtype);
   const SymbolicSizes sizes(X);
   const at::ScalarType type = accumulator_type(X);
   const auto [Z, mean, rstd] = at::native_group_norm_symint(
@@ -150,7 +169,7 @@ Result composite_forward(
       sizes.HxW,
       group,
       eps);
-  return {activate(Z, kind).to(X.scalar_type()), mean, rstd};
+  return {activate(Z, kind).to(result_type), mean, rstd};
 }
 
 Result composite_backward(
@@ -191,7 +210,8 @@ Result composite_backward(
       sizes.HxW,
       group,
       {true, true, true});
-  const at::ScalarType param_type = param_type_of(X, gamma, beta);
+  const at::ScalarType param_type =
+      param_type_of(dY.scalar_type(), gamma, beta);
   return {
       output_mask[0] ? dX.to(X.scalar_type()) : Tensor(),
       output_mask[1] ? dgamma.to(param_type) : Tensor(),
@@ -200,21 +220,22 @@ Result composite_backward(
 
 // -- autograd ----------------------------------------------------------------
 
-namespace {
-
-Result call_forward(
+Result call_group_norm_act(
     const Tensor& X,
     int64_t group,
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
-    std::string_view activation) {
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype) {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("gn_override::group_norm_act", "")
           .typed<decltype(composite_forward)>();
-  return op.call(X, group, gamma, beta, eps, activation);
+  return op.call(X, group, gamma, beta, eps, activation, out_dtype);
 }
+
+namespace {
 
 Result call_backward(
     const Tensor& dY,
@@ -244,11 +265,22 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
       const OptionalTensor& beta,
       int64_t group,
       double eps,
-      std::string_view activation) {
+      std::string_view activation,
+      std::optional<at::ScalarType> out_dtype) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [Y, mean, rstd] = call_forward(X, group, gamma, beta, eps, activation);
+    auto [Y, mean, rstd] =
+        call_group_norm_act(X, group, gamma, beta, eps, activation, out_dtype);
+    // What is saved must not be changed in place before backward: beta only
+    // where backward needs it, for an activation or, without a gamma, its type.
+    const bool needs_beta = !defined(gamma) ||
+        parse_activation(activation) != Activation::kIdentity;
     ctx->save_for_backward(
-        {X, gamma.value_or(Tensor()), beta.value_or(Tensor()), mean, rstd});
+        {X,
+         gamma.value_or(Tensor()),
+         needs_beta ? beta.value_or(Tensor()) : Tensor(),
+         mean,
+         rstd});
+    ctx->saved_data["has_beta"] = defined(beta);
     ctx->saved_data["group"] = group;
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["activation"] = std::string(activation);
@@ -258,7 +290,7 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list gradients(6); // an undefined one for each other argument
+    variable_list gradients(7); // an undefined one for each other argument
     const Tensor& dY = grads[0];
     if (!dY.defined()) {
       return gradients;
@@ -266,23 +298,27 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor& X = saved[0];
     const Tensor& gamma = saved[1];
-    const Tensor& beta = saved[2];
+    Tensor beta = saved[2];
+    const bool has_beta = ctx->saved_data["has_beta"].toBool();
     const int64_t group = ctx->saved_data["group"].toInt();
     const std::string activation = ctx->saved_data["activation"].toStringRef();
     // Edges are counted over the operands that are defined.
     const std::array<bool, 3> wanted{
         ctx->needs_input_grad(0),
         gamma.defined() && ctx->needs_input_grad(1),
-        beta.defined() && ctx->needs_input_grad(gamma.defined() ? 2 : 1)};
+        has_beta && ctx->needs_input_grad(gamma.defined() ? 2 : 1)};
     if (at::GradMode::is_enabled()) {
       const double eps = ctx->saved_data["eps"].toDouble();
+      if (wanted[2] && !beta.defined()) { // no gradient depends on its value
+        beta = at::zeros_like(gamma).requires_grad_();
+      }
       const variable_list computed = differentiable_backward(
           dY,
           {X, gamma, beta},
           wanted,
           [&](const Tensor& x, const Tensor& weight, const Tensor& bias) {
-            return std::get<0>(
-                composite_forward(x, group, weight, bias, eps, activation));
+            return std::get<0>(composite_forward(
+                x, group, weight, bias, eps, activation, dY.scalar_type()));
           });
       std::copy(computed.begin(), computed.end(), gradients.begin());
     } else {
@@ -299,39 +335,21 @@ Result autograd_forward(
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
-    std::string_view activation) {
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype) {
   // Neither takes a C++ autograd function.
   if (is_dual(X) || is_dual(gamma) || is_dual(beta) ||
       inside_functorch_transform()) {
-    return composite_forward(X, group, gamma, beta, eps, activation);
+    return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);
   }
   if (at::GradMode::is_enabled() &&
       (requires_grad(X) || requires_grad(gamma) || requires_grad(beta))) {
     variable_list results =
-        ActivatedNorm::apply(X, gamma, beta, group, eps, activation);
+        ActivatedNorm::apply(X, gamma, beta, group, eps, activation, out_dtype);
     return {results[0], results[1], results[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return call_forward(X, group, gamma, beta, eps, activation);
-}
-
-// -- autocast ----------------------------------------------------------------
-
-// In float, as aten's group_norm, which autocast leaves alone on the CPU.
-Result autocast_cuda(
-    const Tensor& X,
-    int64_t group,
-    const OptionalTensor& gamma,
-    const OptionalTensor& beta,
-    double eps,
-    std::string_view activation) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      c10::DispatchKey::AutocastCUDA);
-  const auto to_float = [](const auto& tensor) {
-    return at::autocast::cached_cast(at::kFloat, tensor, c10::DeviceType::CUDA);
-  };
-  return call_forward(
-      to_float(X), group, to_float(gamma), to_float(beta), eps, activation);
+  return call_group_norm_act(X, group, gamma, beta, eps, activation, out_dtype);
 }
 
 // -- registration ------------------------------------------------------------
@@ -341,8 +359,8 @@ TORCH_LIBRARY_FRAGMENT(gn_override, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
   m.def(
       "group_norm_act(Tensor input, int num_groups, Tensor? weight=None, "
-      "Tensor? bias=None, float eps=1e-05, str activation=\"identity\") -> "
-      "(Tensor, Tensor, Tensor)",
+      "Tensor? bias=None, float eps=1e-05, str activation=\"identity\", "
+      "ScalarType? out_dtype=None) -> (Tensor, Tensor, Tensor)",
       tags);
   m.def(
       "group_norm_act_backward(Tensor grad_out, Tensor input, Tensor mean, "
@@ -366,10 +384,6 @@ TORCH_LIBRARY_IMPL(gn_override, Autograd, m) {
   m.impl(
       "group_norm_act_backward",
       torch::autograd::autogradNotImplementedFallback());
-}
-
-TORCH_LIBRARY_IMPL(gn_override, AutocastCUDA, m) {
-  m.impl("group_norm_act", TORCH_FN(autocast_cuda));
 }
 
 } // namespace

@@ -1,10 +1,11 @@
 // gn_override::group_norm_act and its backward: activation(group_norm(X)) in
-// one kernel. They run on our kernels whether or not the aten overrides are
-// switched on, and for what these do not take as a composite of aten operators.
+// one kernel, in X's dtype or, from half and bfloat16, in float. They run on
+// our kernels whether or not the aten overrides are switched on, and for what
+// these do not take as a composite of aten operators.
 //
 //   Autograd          ActivatedNorm (activation.cpp), or the composite inside
 //                     functorch transforms and forward-mode AD
-//   AutocastCUDA      casts to float, as for aten's group_norm
+//   AutocastCUDA      autocast.cpp
 //   CPU, CUDA         activated_forward, activated_backward below
 //   any other, vmap   the composite
 #pragma once
@@ -30,7 +31,8 @@ Result composite_forward(
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
-    std::string_view activation);
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype);
 Result composite_backward(
     const at::Tensor& dY,
     const at::Tensor& X,
@@ -42,13 +44,26 @@ Result composite_backward(
     std::string_view activation,
     std::array<bool, 3> output_mask);
 
-// N, C and HxW of an X with at least two dimensions.
-inline std::array<int64_t, 3> sizes_of(const at::Tensor& X) {
-  int64_t HxW = 1;
-  for (int64_t d = 2; d < X.dim(); ++d) {
-    HxW *= X.size(d);
+// The operator, through the dispatcher.
+Result call_group_norm_act(
+    const at::Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype);
+
+// Completes a call that has been classified; what no backend has kernels for is
+// declined.
+template <typename Backend>
+void fuse(Classified& call, Activation activation) {
+  call.problem.activation = activation;
+  if (!call.declined && call.problem.wide_output &&
+      (!Backend::kCuda || call.problem.is_fused())) {
+    call.declined =
+        "float32 from another dtype, on a CPU or with an activation";
   }
-  return {X.size(0), X.size(1), HxW};
 }
 
 template <typename Backend>
@@ -58,19 +73,23 @@ Result activated_forward(
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
-    std::string_view activation) {
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype) {
   const Activation kind = parse_activation(activation);
   if (X.dim() >= 2) {
     const auto [N, C, HxW] = sizes_of(X);
-    Classified call = classify_forward(X, gamma, beta, N, C, HxW, group);
-    call.problem.activation = kind;
+    const at::ScalarType type = out_dtype.value_or(X.scalar_type());
+    Classified call = classify_forward(X, gamma, beta, type, N, C, HxW, group);
+    fuse<Backend>(call, kind);
     call.problem.wide_statistics = true;
+    const Op op =
+        type == X.scalar_type() ? Op::kActForward : Op::kAutocastForward;
     if (std::optional<Result> result =
-            run_forward<Backend>(Op::kActForward, call, X, gamma, beta, eps)) {
+            run_forward<Backend>(op, call, X, gamma, beta, eps)) {
       return *std::move(result);
     }
   }
-  return composite_forward(X, group, gamma, beta, eps, activation);
+  return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);
 }
 
 template <typename Backend>
@@ -87,6 +106,7 @@ Result activated_backward(
   const Activation kind = parse_activation(activation);
   if (X.dim() >= 2) {
     const auto [N, C, HxW] = sizes_of(X);
+    const at::ScalarType type = dY.scalar_type();
     Classified call = classify_backward(
         dY,
         X,
@@ -94,15 +114,18 @@ Result activated_backward(
         rstd,
         gamma,
         beta,
-        param_type_of(X, gamma, beta),
+        param_type_of(type, gamma, beta),
+        type,
         N,
         C,
         HxW,
         group,
         output_mask);
-    call.problem.activation = kind;
-    if (std::optional<Result> result = run_backward<Backend>(
-            Op::kActBackward, call, dY, X, mean, rstd, gamma, beta)) {
+    fuse<Backend>(call, kind);
+    const Op op =
+        type == X.scalar_type() ? Op::kActBackward : Op::kAutocastBackward;
+    if (std::optional<Result> result =
+            run_backward<Backend>(op, call, dY, X, mean, rstd, gamma, beta)) {
       return *std::move(result);
     }
   }

@@ -25,6 +25,7 @@ std::optional<DType> to_dtype(at::ScalarType type) {
   }
 }
 
+// In bytes, at most 16.
 int alignment_of(const at::Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   return static_cast<int>(std::min<uintptr_t>(address & (~address + 1), 16));
@@ -77,6 +78,7 @@ bool parameters_fit(
 Classified classify_common(
     const at::Tensor& X,
     at::ScalarType param_type,
+    at::ScalarType output_type,
     int64_t N,
     int64_t C,
     int64_t HxW,
@@ -84,7 +86,8 @@ Classified classify_common(
   Classified result;
   // Stock CUDA kernels refuse a half X with float parameters: there we serve
   // what is channels-last as well.
-  const bool refused = X.is_cuda() && param_type != X.scalar_type();
+  const bool wide = output_type != X.scalar_type();
+  const bool refused = X.is_cuda() && !wide && param_type != X.scalar_type();
   if (X.is_contiguous() && !(refused && has_one_layout(X))) {
     result.declined = "NCHW-contiguous input";
     return result;
@@ -110,8 +113,11 @@ Classified classify_common(
   const auto param_dtype = to_dtype(param_type);
   const bool half =
       X.scalar_type() == at::kHalf || X.scalar_type() == at::kBFloat16;
-  if (!dtype || !param_dtype ||
-      (param_type != X.scalar_type() && !(half && param_type == at::kFloat))) {
+  const auto fits = [&](at::ScalarType type) {
+    return type == X.scalar_type() || (half && type == at::kFloat);
+  };
+  if (!dtype || !param_dtype || !fits(param_type) || !fits(output_type) ||
+      (wide && param_type != output_type)) {
     result.declined = "dtypes";
     return result;
   }
@@ -119,13 +125,30 @@ Classified classify_common(
   problem.device = X.is_cuda() ? DeviceType::kCUDA : DeviceType::kCPU;
   problem.dtype = *dtype;
   problem.param_dtype = *param_dtype;
+  problem.wide_output = wide;
   problem.N = N;
   problem.C = C;
   problem.HxW = HxW;
   problem.G = group;
   problem.channels_last = true;
-  // A copy made by to_channels_last() is aligned at least as well.
-  problem.alignment = alignment_of(X);
+  return result;
+}
+
+Classified check_forward(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    at::ScalarType output_type,
+    int64_t N,
+    int64_t C,
+    int64_t HxW,
+    int64_t group) {
+  const at::ScalarType param_type = param_type_of(output_type, gamma, beta);
+  Classified result =
+      classify_common(X, param_type, output_type, N, C, HxW, group);
+  if (!result.declined && !parameters_fit(X, gamma, beta, param_type)) {
+    result.declined = "weight or bias of another size, dtype or device";
+  }
   return result;
 }
 
@@ -146,12 +169,12 @@ at::ScalarType to_scalar_type(DType dtype) {
 }
 
 at::ScalarType param_type_of(
-    const at::Tensor& X,
+    at::ScalarType otherwise,
     const std::optional<at::Tensor>& gamma,
     const std::optional<at::Tensor>& beta) {
   return defined(gamma) ? gamma->scalar_type()
       : defined(beta)   ? beta->scalar_type()
-                        : X.scalar_type();
+                        : otherwise;
 }
 
 bool is_channels_last(const at::Tensor& X) {
@@ -204,25 +227,44 @@ at::Tensor to_channels_last(const at::Tensor& X) {
       .copy_(X);
 }
 
+std::array<int64_t, 3> sizes_of(const at::Tensor& X) {
+  int64_t HxW = 1;
+  for (int64_t d = 2; d < X.dim(); ++d) {
+    HxW *= X.size(d);
+  }
+  return {X.size(0), X.size(1), HxW};
+}
+
 Classified classify_forward(
     const at::Tensor& X,
     const std::optional<at::Tensor>& gamma,
     const std::optional<at::Tensor>& beta,
+    at::ScalarType output_type,
     int64_t N,
     int64_t C,
     int64_t HxW,
     int64_t group) {
-  const at::ScalarType param_type = param_type_of(X, gamma, beta);
-  Classified result = classify_common(X, param_type, N, C, HxW, group);
-  if (result.declined) {
-    return result;
+  Classified result =
+      check_forward(X, gamma, beta, output_type, N, C, HxW, group);
+  if (!result.declined) {
+    result.problem.direction = Direction::kForward;
+    // A copy made by to_channels_last() is aligned at least as well.
+    result.problem.alignment = alignment_of(X);
   }
-  if (!parameters_fit(X, gamma, beta, param_type)) {
-    result.declined = "weight or bias of another size, dtype or device";
-    return result;
-  }
-  result.problem.direction = Direction::kForward;
   return result;
+}
+
+bool takes_forward(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    at::ScalarType output_type,
+    int64_t group) {
+  if (X.dim() < 2) {
+    return false;
+  }
+  const auto [N, C, HxW] = sizes_of(X);
+  return !check_forward(X, gamma, beta, output_type, N, C, HxW, group).declined;
 }
 
 Classified classify_backward(
@@ -233,16 +275,18 @@ Classified classify_backward(
     const std::optional<at::Tensor>& gamma,
     const std::optional<at::Tensor>& beta,
     at::ScalarType param_type,
+    at::ScalarType output_type,
     int64_t N,
     int64_t C,
     int64_t HxW,
     int64_t group,
     std::array<bool, 3> output_mask) {
-  Classified result = classify_common(X, param_type, N, C, HxW, group);
+  Classified result =
+      classify_common(X, param_type, output_type, N, C, HxW, group);
   if (result.declined) {
     return result;
   }
-  if (dY.sizes() != X.sizes() || !fits(dY, X, X.scalar_type(), X.numel())) {
+  if (dY.sizes() != X.sizes() || !fits(dY, X, output_type, X.numel())) {
     result.declined = "gradient of another size, dtype or device";
     return result;
   }
@@ -260,7 +304,8 @@ Classified classify_backward(
     return result;
   }
   problem.direction = Direction::kBackward;
-  problem.alignment = std::min(problem.alignment, alignment_of(dY));
+  const auto wider = static_cast<int>(dY.element_size() / X.element_size());
+  problem.alignment = std::min(alignment_of(X), alignment_of(dY) / wider);
   problem.want_dX = output_mask[0];
   problem.want_dgamma = output_mask[1];
   problem.want_dbeta = output_mask[2];

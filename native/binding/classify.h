@@ -20,9 +20,9 @@ struct Classified {
 
 at::ScalarType to_scalar_type(DType dtype);
 
-// Of gamma and beta, or X's where there are none.
+// Of gamma and beta, or `otherwise` where there are none.
 at::ScalarType param_type_of(
-    const at::Tensor& X,
+    at::ScalarType otherwise,
     const std::optional<at::Tensor>& gamma,
     const std::optional<at::Tensor>& beta);
 
@@ -40,16 +40,31 @@ at::Tensor to_channels_last(const at::Tensor& X);
 // Strides of a dense channels-last tensor of these (2 to 5) sizes.
 c10::SmallVector<int64_t, 5> channels_last_strides(at::IntArrayRef sizes);
 
+// N, C and HxW of an X with at least two dimensions.
+std::array<int64_t, 3> sizes_of(const at::Tensor& X);
+
+// Y is of output_type: X's, or float where X is half or bfloat16.
 Classified classify_forward(
     const at::Tensor& X,
     const std::optional<at::Tensor>& gamma,
     const std::optional<at::Tensor>& beta,
+    at::ScalarType output_type,
     int64_t N,
     int64_t C,
     int64_t HxW,
     int64_t group);
 
-// mean and rstd are of param_type or of the type that sums are kept in.
+// Whether classify_forward() takes the call, without a look at addresses, which
+// fake tensors do not have.
+bool takes_forward(
+    const at::Tensor& X,
+    const std::optional<at::Tensor>& gamma,
+    const std::optional<at::Tensor>& beta,
+    at::ScalarType output_type,
+    int64_t group);
+
+// mean and rstd are of param_type or of the type that sums are kept in; dY is
+// of output_type.
 Classified classify_backward(
     const at::Tensor& dY,
     const at::Tensor& X,
@@ -58,6 +73,7 @@ Classified classify_backward(
     const std::optional<at::Tensor>& gamma,
     const std::optional<at::Tensor>& beta,
     at::ScalarType param_type,
+    at::ScalarType output_type,
     int64_t N,
     int64_t C,
     int64_t HxW,

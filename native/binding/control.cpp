@@ -104,6 +104,14 @@ bool set_cpu_instruction_set_op(std::string_view name) {
   return set_cpu_instruction_set(std::string(name).c_str());
 }
 
+bool set_autocast_preserves_op(bool preserves) {
+  return set_autocast_preserves(preserves);
+}
+
+bool autocast_preserves_op() {
+  return autocast_preserves();
+}
+
 c10::Dict<std::string, int64_t> counters_op() {
   c10::Dict<std::string, int64_t> result;
   for (const auto& [name, calls] : counters()) {
@@ -118,21 +126,26 @@ std::string explain_tensor(
     const std::optional<at::Tensor>& bias,
     int64_t num_groups,
     bool backward,
-    std::string_view activation) {
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype) {
   const Activation kind = parse_activation(activation);
   TORCH_CHECK_VALUE(
       input.dim() >= 2,
       "gn_override: input must have at least 2 dimensions, got " +
           std::to_string(input.dim()));
   const bool served_device = input.is_cpu() || input.is_cuda();
-  int64_t HxW = 1;
-  for (int64_t d = 2; d < input.dim(); ++d) {
-    HxW *= input.size(d);
-  }
   const char* declined = "the device is neither a CPU nor a CUDA device";
   if (served_device) {
+    const auto [N, C, HxW] = sizes_of(input);
     Classified call = classify_forward(
-        input, weight, bias, input.size(0), input.size(1), HxW, num_groups);
+        input,
+        weight,
+        bias,
+        out_dtype.value_or(input.scalar_type()),
+        N,
+        C,
+        HxW,
+        num_groups);
     if (call.declined == nullptr) {
       call.problem.direction =
           backward ? Direction::kBackward : Direction::kForward;
@@ -157,7 +170,8 @@ std::string explain_shape(
     std::string param_dtype,
     bool channels_last,
     int64_t alignment,
-    std::string_view activation) {
+    std::string_view activation,
+    bool wide_output) {
   TORCH_CHECK_VALUE(
       device == "cpu" || device == "cuda",
       "gn_override: device must be cpu or cuda, got " + device);
@@ -180,6 +194,11 @@ std::string explain_shape(
   problem.direction = backward ? Direction::kBackward : Direction::kForward;
   problem.dtype = parse_dtype(dtype);
   problem.param_dtype = parse_dtype(param_dtype);
+  problem.wide_output = wide_output;
+  TORCH_CHECK_VALUE(
+      !wide_output || (size_of(problem.dtype) == 2 && device == "cuda"),
+      "gn_override: a wide output needs a half-precision dtype on cuda, got " +
+          dtype + " on " + device);
   problem.N = N;
   problem.C = C;
   problem.HxW = HxW;
@@ -240,16 +259,22 @@ std::string build_info() {
 TORCH_LIBRARY(gn_override, m) {
   m.def("set_enabled(bool on) -> bool", set_enabled);
   m.def("is_enabled() -> bool", is_enabled);
+  m.def(
+      "set_autocast_preserves(bool preserves) -> bool",
+      set_autocast_preserves_op);
+  m.def("autocast_preserves() -> bool", autocast_preserves_op);
   m.def("counters() -> Dict(str, int)", counters_op);
   m.def("reset_counters() -> ()", reset_counters);
   m.def(
       "explain(Tensor input, Tensor? weight, Tensor? bias, int num_groups, "
-      "bool backward, str activation=\"identity\") -> str",
+      "bool backward, str activation=\"identity\", "
+      "ScalarType? out_dtype=None) -> str",
       explain_tensor);
   m.def(
       "explain_shape(str device, bool backward, int N, int C, int HxW, "
       "int num_groups, str dtype, str param_dtype, bool channels_last, "
-      "int alignment, str activation=\"identity\") -> str",
+      "int alignment, str activation=\"identity\", bool wide_output=False) -> "
+      "str",
       explain_shape);
   m.def("build_info() -> str", build_info);
   m.def(

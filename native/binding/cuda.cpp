@@ -125,8 +125,10 @@ Result group_norm_act_cuda(
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
-    std::string_view activation) {
-  return activated_forward<CUDABackend>(X, group, gamma, beta, eps, activation);
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype) {
+  return activated_forward<CUDABackend>(
+      X, group, gamma, beta, eps, activation, out_dtype);
 }
 
 Result group_norm_act_backward_cuda(

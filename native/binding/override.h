@@ -79,7 +79,10 @@ std::optional<Result> run_forward(
         {problem.N, problem.G}, {problem.G, 1}, statistics_type, X);
   };
   at::Tensor Y = Backend::empty(
-      X.sizes(), channels_last_strides(X.sizes()), X.scalar_type(), X);
+      X.sizes(),
+      channels_last_strides(X.sizes()),
+      to_scalar_type(problem.output_dtype()),
+      X);
   at::Tensor mean = empty_statistic();
   at::Tensor rstd = empty_statistic();
   const at::Tensor workspace = empty_workspace<Backend>(plan, X);
@@ -171,7 +174,7 @@ Result forward(
   if (is_on()) {
     if (std::optional<Result> result = run_forward<Backend>(
             Op::kForward,
-            classify_forward(X, gamma, beta, N, C, HxW, group),
+            classify_forward(X, gamma, beta, X.scalar_type(), N, C, HxW, group),
             X,
             gamma,
             beta,
@@ -213,6 +216,7 @@ Result backward(
             gamma,
             /*beta=*/std::nullopt,
             mean.scalar_type(),
+            X.scalar_type(),
             N,
             C,
             HxW,

@@ -33,6 +33,7 @@ size_t index_of(const Problem& problem) {
         static_cast<int>(problem.dtype),
         static_cast<int>(problem.param_dtype),
         static_cast<int>(problem.wide_statistics),
+        static_cast<int>(problem.wide_output),
         static_cast<int>(problem.activation),
         static_cast<int>(problem.want_dX),
         static_cast<int>(problem.want_dgamma),

@@ -8,6 +8,7 @@ namespace gn_override::binding {
 namespace {
 
 std::atomic<bool> on{false};
+std::atomic<bool> preserves_dtype{false};
 
 // Slots are claimed by the outcome's address, once, and never given back, so
 // counting takes neither a lock nor an allocation. Outcomes are string
@@ -25,6 +26,8 @@ constexpr std::array kOpNames{
     "native_group_norm_backward",
     "group_norm_act",
     "group_norm_act_backward",
+    "group_norm_autocast",
+    "group_norm_autocast_backward",
 };
 // By op, device (CPU, CUDA) and whether the call was declined.
 std::array<Table, 4 * kOpNames.size()> tables;
@@ -62,6 +65,14 @@ bool is_on() {
 
 bool set_on(bool value) {
   return on.exchange(value);
+}
+
+bool autocast_preserves() {
+  return preserves_dtype.load(std::memory_order_relaxed);
+}
+
+bool set_autocast_preserves(bool preserves) {
+  return preserves_dtype.exchange(preserves);
 }
 
 void count_taken(Op op, bool cuda, const char* rule) {

@@ -12,7 +12,22 @@ bool is_on();
 // Returns the state before.
 bool set_on(bool on);
 
-enum class Op : uint8_t { kForward, kBackward, kActForward, kActBackward };
+// Whether torch.autocast leaves a CUDA group norm in its input's dtype, which
+// is float32 otherwise, as in PyTorch.
+bool autocast_preserves();
+// Returns the state before.
+bool set_autocast_preserves(bool preserves);
+
+// By the operator that ran; the last are group_norm_act with a Y wider than X,
+// which is what autocast makes of group_norm.
+enum class Op : uint8_t {
+  kForward,
+  kBackward,
+  kActForward,
+  kActBackward,
+  kAutocastForward,
+  kAutocastBackward
+};
 
 // Count a call that ran on our kernels by policy rule, or one that went to aten
 // by reason. Both texts must have static storage.

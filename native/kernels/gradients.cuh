@@ -17,11 +17,11 @@
 namespace gn_override {
 
 // sum dZ (X - mean) and sum dZ of kVector channels over the pixels seen so far.
-template <typename T, int kVector>
+template <typename T, typename TY, int kVector>
 struct GradientSums {
   using Acc = Accumulator<T>;
   using Sum =
-      std::conditional_t<sizeof(T) == 2, PlainSum<Acc>, CompensatedSum<Acc>>;
+      std::conditional_t<sizeof(TY) == 2, PlainSum<Acc>, CompensatedSum<Acc>>;
   Sum ds[kVector] = {};
   Sum db[kVector] = {};
 
@@ -29,7 +29,7 @@ struct GradientSums {
   // magnitude, so less rounding.
   template <int kPixels, typename DZOf>
   __device__ void add(
-      const Vector<T, kVector> (&dy)[kPixels],
+      const Vector<TY, kVector> (&dy)[kPixels],
       const Vector<T, kVector> (&x)[kPixels],
       const Acc (&mean)[kVector],
       DZOf dZ_of) {
@@ -63,7 +63,7 @@ struct GradientSums {
 
 // dX = rstd gamma dZ - rstd^2 c_xhat (X - mean) - rstd c for a thread's
 // channels.
-template <typename T, int kVector>
+template <typename T, typename TY, int kVector>
 struct InputGradient {
   using Acc = Accumulator<T>;
   Acc mean[kVector]; // unused where it is folded into `constant`
@@ -105,7 +105,7 @@ struct InputGradient {
 
   template <typename DZOf>
   __device__ Vector<T, kVector> operator()(
-      const Vector<T, kVector>& dy,
+      const Vector<TY, kVector>& dy,
       const Vector<T, kVector>& x,
       DZOf dZ_of) const {
     Acc dx[kVector];

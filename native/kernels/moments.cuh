@@ -22,7 +22,7 @@ namespace gn_override {
 // deviations from the first batch's mean, of their squares, and after finish()
 // the (mean, M2). The first batch is among those it stands for: if they are n
 // pixels, its mean is within sqrt(n) deviations of theirs, so little cancels.
-template <typename T, int kVector>
+template <typename T, typename TY, int kVector>
 struct ChannelMoments {
   using Acc = Accumulator<T>;
   Acc pivot[kVector] = {};
@@ -39,7 +39,7 @@ struct ChannelMoments {
       for (int j = 0; j < kVector; ++j) {
         const Acc first = widen(pixel[0].channel[j]);
         Acc sum = 0;
-        if constexpr (sizeof(T) > 2) { // else rounding hides what is gained
+        if constexpr (sizeof(TY) > 2) { // else rounding hides what is gained
 #pragma unroll
           for (int i = 1; i < kPixels; ++i) {
             sum += widen(pixel[i].channel[j]) - first;
@@ -178,7 +178,7 @@ merge_moments(int first, int step, int parts, Read read, Sum sum) {
 
 // Y = (X - mean) * rstd * gamma + beta for a thread's channels.
 // kFused: an activation of that.
-template <typename T, int kVector, bool kFused>
+template <typename T, typename TY, int kVector, bool kFused>
 struct Normalization {
   using Acc = Accumulator<T>;
   Activation activation; // kFused alone
@@ -202,27 +202,27 @@ struct Normalization {
           mean[j] = moment.mean;
           scale[j] = gamma[j] * moment.second;
           shift[j] =
-              beta[j] - (kFoldsMean<T> ? moment.mean : moment.low) * scale[j];
+              beta[j] - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
         });
   }
 
-  __device__ Vector<T, kVector> operator()(const Vector<T, kVector>& x) const {
+  __device__ Vector<TY, kVector> operator()(const Vector<T, kVector>& x) const {
     Acc y[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc centred =
-          kFoldsMean<T> ? widen(x.channel[j]) : widen(x.channel[j]) - mean[j];
+          kFoldsMean<TY> ? widen(x.channel[j]) : widen(x.channel[j]) - mean[j];
       y[j] = centred * scale[j] + shift[j];
     }
     if constexpr (kFused) {
       with_activation(activation, [&]<Activation kActivation>() {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          y[j] = activate<kActivation, T>(y[j]);
+          y[j] = activate<kActivation, TY>(y[j]);
         }
       });
     }
-    return narrow_all<T, kVector>(y);
+    return narrow_all<TY, kVector>(y);
   }
 };
 
@@ -235,12 +235,12 @@ constexpr int kHeldItems = 4;
 // each of the lanes that folded it.
 // `shared` has room for fold_size() accumulators. All threads of the block must
 // call.
-template <typename T, int kVector, typename Emit>
+template <typename T, typename TY, int kVector, typename Emit>
 __device__ __forceinline__ void fold_segments(
     const Shape& shape,
     const Tiling& tiling,
     const Position& at,
-    ChannelMoments<T, kVector> moments,
+    ChannelMoments<T, TY, kVector> moments,
     Pair<Accumulator<T>>* shared,
     Emit emit) {
   using Acc = Accumulator<T>;

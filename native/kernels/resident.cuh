@@ -123,7 +123,7 @@ constexpr int kSmaller = a < b ? a : b;
 // per_group is 1 / (HxW D). of_chip[n][g][split]: for the exchange of the whole
 // chip.
 // kFused: with an activation.
-template <typename T, int kVector, bool kWholeChip, bool kFused>
+template <typename T, typename TY, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
     (kResidentBlocks<T, kWholeChip>))
@@ -135,13 +135,13 @@ __global__ void __launch_bounds__(
         Accumulator<T> per_group,
         Accumulator<T> eps,
         const T* __restrict__ X,
-        ParameterIn<T> gamma,
-        ParameterIn<T> beta,
+        ParameterIn<TY> gamma,
+        ParameterIn<TY> beta,
         Activation activation, // kFused alone
         Moments<Accumulator<T>>* of_chip,
-        T* __restrict__ Y,
-        ParameterOut<T> mean_out,
-        ParameterOut<T> rstd_out) {
+        TY* __restrict__ Y,
+        ParameterOut<TY> mean_out,
+        ParameterOut<TY> rstd_out) {
   using Acc = Accumulator<T>;
   Position at = position_in_cluster_order(shape, tiling, kVector);
   const Item<kVector> item(shape, tiling, at);
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(
 
   allow_next_kernel();
   exchange.begin(item.groups * item.parts); // fences: before any copy
-  ParameterCopy<T> gammas(gamma, 1, item.channels);
-  ParameterCopy<T> betas(beta, 0, item.channels);
+  ParameterCopy<TY> gammas(gamma, 1, item.channels);
+  ParameterCopy<TY> betas(beta, 0, item.channels);
   gammas.fetch(item.first_channel);
   betas.fetch(item.first_channel);
 
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(
 
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
-    ChannelMoments<T, kVector> moments;
+    ChannelMoments<T, TY, kVector> moments;
     if (exists) {
       ring.read(copy_from(offset), [&](int, int place, auto pixels) {
         Vector<T, kVector> pixel[decltype(pixels)::value];
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(
         kWholeChip && wave < waves.count && at.n + waves.samples < shape.N;
 
     if (at.active && exists) {
-      const Normalization<T, kVector, kFused> normalized(
+      const Normalization<T, TY, kVector, kFused> normalized(
           shape, at.channel, activation, weight, bias, [&](int group) {
             return total[group - item.first_group];
           });
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(
           [&](int first, int place, auto pixels) {
             Vector<T, kVector> pixel[decltype(pixels)::value];
             slab.read(place, pixel);
-            T* out = Y + offset + first * step;
+            TY* out = Y + offset + first * step;
 #pragma unroll
             for (int i = 0; i < decltype(pixels)::value; ++i) {
               store(out, normalized(pixel[i]));
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(
 
 // dX unless it is null, and sums[n][split][c] = (sum dZ xhat, sum dZ) for
 // parameter_gradients unless `sums` is null. per_group and of_chip: as forward.
-template <typename T, int kVector, bool kWholeChip, bool kFused>
+template <typename T, typename TY, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
     (kResidentBlocks<T, kWholeChip>))
@@ -301,12 +301,12 @@ __global__ void __launch_bounds__(
         ResidentLayout layout,
         Waves waves,
         Accumulator<T> per_group,
-        const T* __restrict__ dY,
+        const TY* __restrict__ dY,
         const T* __restrict__ X,
-        ParameterIn<T> mean_in,
-        ParameterIn<T> rstd_in,
-        ParameterIn<T> gamma,
-        ParameterIn<T> beta, // kFused alone
+        ParameterIn<TY> mean_in,
+        ParameterIn<TY> rstd_in,
+        ParameterIn<TY> gamma,
+        ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
         Pair<Accumulator<T>>* of_chip,
         Pair<Accumulator<T>>* __restrict__ sums,
@@ -316,8 +316,8 @@ __global__ void __launch_bounds__(
   const Item<kVector> item(shape, tiling, at);
 
   unsigned char* const shared = dynamic_shared_memory();
-  const Slab<T, kVector> slab_dY(shared);
-  const Slab<T, kVector> slab_X(shared + layout.slab_bytes);
+  const Slab<TY, kVector> slab_dY(shared);
+  const Slab<T, kVector> slab_X(shared + layout.slab_X);
   auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);
   auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
   auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
@@ -332,11 +332,11 @@ __global__ void __launch_bounds__(
 
   allow_next_kernel();
   exchange.begin(item.groups * item.parts); // fences: before any copy
-  ParameterCopy<T> gammas(gamma, 1, item.channels);
-  ParameterCopy<T> means(mean_in, 0, item.groups);
-  ParameterCopy<T> rstds(rstd_in, 1, item.groups);
+  ParameterCopy<TY> gammas(gamma, 1, item.channels);
+  ParameterCopy<TY> means(mean_in, 0, item.groups);
+  ParameterCopy<TY> rstds(rstd_in, 1, item.groups);
   gammas.fetch(item.first_channel);
-  ParameterCopy<T> betas(beta, 0, item.channels); // kFused alone
+  ParameterCopy<TY> betas(beta, 0, item.channels); // kFused alone
   if constexpr (kFused) {
     betas.fetch(item.first_channel);
   }
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(
       ring.count, kPixels * waves.places.divisor(), waves.cached);
   const auto copy_from = [&](int64_t from, bool second = false) {
     return [=, &slab_dY, &slab_X](int first, int place, auto pixels) {
-      const T* dy = dY + from + first * step;
+      const TY* dy = dY + from + first * step;
       const T* x = X + from + first * step;
       auto* to_dY = slab_dY.at(place);
       auto* to_X = slab_X.at(place);
@@ -394,25 +394,25 @@ __global__ void __launch_bounds__(
         const Pair<Acc> moment =
             moments_of(shape.D.quotient(item.first_channel + c));
         const int place = parameter_place<kVector>(tiling, c);
-        maps[c / kVector * (kVector + 1) + c % kVector] = channel_map<T>(
+        maps[c / kVector * (kVector + 1) + c % kVector] = channel_map<TY>(
             moment.first, moment.second, weights[place], biases[place]);
       }
       __syncthreads();
     }
     // The maps stay in shared memory: there are no registers left for them.
-    const auto differentiation = differentiation_of<kFused, T>(
+    const auto differentiation = differentiation_of<kFused, TY>(
         activation, [&](int j) { return own_maps[j]; });
 
     Pair<Acc> of_thread[kVector] = {};
     if (at.active && exists) {
-      GradientSums<T, kVector> gradients;
+      GradientSums<T, TY, kVector> gradients;
       Acc mean[kVector];
       Acc rstd[kVector];
       read_moments(shape, at.channel, moments_of, mean, rstd);
       ring.read(copy_from(offset), [&](int, int place, auto pixels) {
         for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
             decltype(pixels)::value, [&](int i, auto at_once) {
-              Vector<T, kVector> dy[decltype(at_once)::value];
+              Vector<TY, kVector> dy[decltype(at_once)::value];
               Vector<T, kVector> x[decltype(at_once)::value];
               slab_dY.read(place + i, dy);
               slab_X.read(place + i, x);
@@ -498,7 +498,7 @@ __global__ void __launch_bounds__(
     }
 
     if (at.active && exists) {
-      const InputGradient<T, kVector> gradient(
+      const InputGradient<T, TY, kVector> gradient(
           shape, at.channel, weight, moments_of, [&](int group) {
             return total[group - item.first_group];
           });
@@ -512,7 +512,7 @@ __global__ void __launch_bounds__(
             }
             for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
                 decltype(pixels)::value, [&](int i, auto at_once) {
-                  Vector<T, kVector> dy[decltype(at_once)::value];
+                  Vector<TY, kVector> dy[decltype(at_once)::value];
                   Vector<T, kVector> x[decltype(at_once)::value];
                   slab_dY.read(place + i, dy);
                   slab_X.read(place + i, x);

@@ -25,7 +25,7 @@ namespace gn_override {
 // partial[n][split][slot] is of the segment; column_tiles + G - 1 slots.
 // Dynamic shared memory: fold_size() accumulators. At most a warp folds a
 // segment.
-template <typename T, int kVector>
+template <typename T, typename TY, int kVector>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     statistics(
         Shape shape,
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
 
   allow_next_kernel();
-  ChannelMoments<T, kVector> moments;
+  ChannelMoments<T, TY, kVector> moments;
   if (at.active) {
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     const T* const address = X + at.offset(shape);
@@ -119,17 +119,17 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
 
 // Y = (X - mean) * rstd * gamma + beta
 // kFused: an activation of that.
-template <typename T, int kVector, bool kFused>
+template <typename T, typename TY, int kVector, bool kFused>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     normalize(
         Shape shape,
         Tiling tiling,
         const T* __restrict__ X,
         const Moments<Accumulator<T>>* __restrict__ moments,
-        ParameterIn<T> gamma,
-        ParameterIn<T> beta,
+        ParameterIn<TY> gamma,
+        ParameterIn<TY> beta,
         Activation activation, // kFused alone
-        T* __restrict__ Y) {
+        TY* __restrict__ Y) {
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
       shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   Acc bias[kVector];
   gamma.read(at.channel, 1, weight);
   beta.read(at.channel, 0, bias);
-  const Normalization<T, kVector, kFused> normalized(
+  const Normalization<T, TY, kVector, kFused> normalized(
       shape, at.channel, activation, weight, bias, [&](int group) {
         return moments[at.n * shape.G + group];
       });
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const int64_t from = offset + first * step;
         Vector<T, kVector> pixel[kPixels];
         load_pixels<Reuse::kStream>(X + from, step, pixel);
-        T* out = Y + from;
+        TY* out = Y + from;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
           store(out, normalized(pixel[i]));
@@ -185,19 +185,19 @@ __device__ __forceinline__ auto parameters_at(
 
 // sums[n][split][c] = (sum dZ xhat, sum dZ) over the split's pixels. Dynamic
 // shared memory: fold_size() accumulators.
-template <typename T, int kVector, bool kFused>
+template <typename T, typename TY, int kVector, bool kFused>
 __global__ void __launch_bounds__(
     kMaxThreads,
     (kBackwardBlocksPerMultiprocessor<T, kFused>))
     gradient_sums(
         Shape shape,
         Tiling tiling,
-        const T* __restrict__ dY,
+        const TY* __restrict__ dY,
         const T* __restrict__ X,
-        ParameterIn<T> mean_in,
-        ParameterIn<T> rstd_in,
-        ParameterIn<T> gamma, // kFused alone
-        ParameterIn<T> beta, // kFused alone
+        ParameterIn<TY> mean_in,
+        ParameterIn<TY> rstd_in,
+        ParameterIn<TY> gamma, // kFused alone
+        ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
         Pair<Accumulator<T>>* __restrict__ sums) {
   using Acc = Accumulator<T>;
@@ -213,17 +213,17 @@ __global__ void __launch_bounds__(
       return {mean_in.at(index, 0), rstd_in.at(index, 1)};
     };
     read_moments(shape, at.channel, moments_of, mean, rstd);
-    const auto differentiation = differentiation_of<kFused, T>(
+    const auto differentiation = differentiation_of<kFused, TY>(
         activation,
-        ChannelMaps<T, kVector>(
+        ChannelMaps<TY, kVector>(
             mean, rstd, parameters_at(gamma, beta, at.channel)));
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     const int64_t offset = at.offset(shape);
-    GradientSums<T, kVector> gradients;
-    for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
+    GradientSums<T, TY, kVector> gradients;
+    for_each_run_of_pixels<kBatchOfPairs<TY, kVector>>(
         pixels_of_thread(tiling, at), [&](int first, auto pixels) {
           const int64_t from = offset + first * step;
-          Vector<T, kVector> dy[decltype(pixels)::value];
+          Vector<TY, kVector> dy[decltype(pixels)::value];
           Vector<T, kVector> x[decltype(pixels)::value];
           load_pixels<Reuse::kKeep>(dY + from, step, dy);
           load_pixels<Reuse::kKeep>(X + from, step, x);
@@ -288,19 +288,19 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
 }
 
 // dX = rstd gamma dZ - rstd^2 c_xhat (X - mean) - rstd c
-template <typename T, int kVector, bool kFused>
+template <typename T, typename TY, int kVector, bool kFused>
 __global__ void __launch_bounds__(
     kMaxThreads,
     (kBackwardBlocksPerMultiprocessor<T, kFused>))
     input_gradient(
         Shape shape,
         Tiling tiling,
-        const T* __restrict__ dY,
+        const TY* __restrict__ dY,
         const T* __restrict__ X,
-        ParameterIn<T> mean_in,
-        ParameterIn<T> rstd_in,
-        ParameterIn<T> gamma,
-        ParameterIn<T> beta, // kFused alone
+        ParameterIn<TY> mean_in,
+        ParameterIn<TY> rstd_in,
+        ParameterIn<TY> gamma,
+        ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
         const Pair<Accumulator<T>>* __restrict__ coefficients,
         T* __restrict__ dX) {
@@ -319,23 +319,23 @@ __global__ void __launch_bounds__(
   Acc mean[kVector];
   Acc rstd[kVector];
   read_moments(shape, at.channel, moments_of, mean, rstd);
-  const auto differentiation = differentiation_of<kFused, T>(
+  const auto differentiation = differentiation_of<kFused, TY>(
       activation,
-      ChannelMaps<T, kVector>(
+      ChannelMaps<TY, kVector>(
           mean, rstd, parameters_at(gamma, beta, at.channel)));
   Acc weight[kVector];
   gamma.read(at.channel, 1, weight);
-  const InputGradient<T, kVector> gradient(
+  const InputGradient<T, TY, kVector> gradient(
       shape, at.channel, weight, moments_of, [&](int group) {
         return coefficients[at.n * shape.G + group];
       });
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   const int64_t offset = at.offset(shape);
-  for_each_run_of_pixels<kBatchOfPairs<T, kVector>>(
+  for_each_run_of_pixels<kBatchOfPairs<TY, kVector>>(
       pixels_of_thread(tiling, at), [&](int first, auto pixels) {
         constexpr int kPixels = decltype(pixels)::value;
         const int64_t from = offset + first * step;
-        Vector<T, kVector> dy[kPixels];
+        Vector<TY, kVector> dy[kPixels];
         Vector<T, kVector> x[kPixels];
         load_pixels<Reuse::kStream>(dY + from, step, dy);
         load_pixels<Reuse::kStream>(X + from, step, x);

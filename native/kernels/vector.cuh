@@ -10,15 +10,18 @@
 
 namespace gn_override {
 
+// X and dX are of T, Y and dY of TY: T itself or, where T is half or bfloat16,
+// float. What is computed is as accurate as TY can show.
+
 // The type that sums are kept in.
 template <typename T>
 using Accumulator =
     std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Whether a (X - mean) + b may be computed as a X + (b - a mean). That cancels
-// where |mean| is large against the deviation, but two-byte data cannot hold a
-// deviation of less than 2^-11 of its mean: the error stays below the rounding
-// of the result.
+// Whether a (X - mean) + b may be computed as a X + (b - a mean), for results
+// of T. That cancels where |mean| is large against the deviation, but two-byte
+// data cannot hold a deviation of less than 2^-11 of its mean: the error stays
+// below the rounding of two-byte results.
 template <typename T>
 constexpr bool kFoldsMean = sizeof(T) == 2;
 
@@ -58,7 +61,7 @@ struct alignas(sizeof(T) * kVector) Vector {
   T channel[kVector];
 };
 
-// gamma, beta, mean, rstd and their gradients have X's dtype or, where X is
+// gamma, beta, mean, rstd and their gradients have Y's dtype or, where Y is
 // half or bfloat16, may be float. They are touched once a thread, so a branch
 // is cheaper than twice the kernels.
 template <typename T>

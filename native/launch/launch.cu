@@ -29,12 +29,20 @@ cudaError_t with_dtype(const Problem& problem, F f) {
   return cudaErrorInvalidValue;
 }
 
-// And with whether it is fused with an activation.
+// And with one of Y's type, and whether it is fused with an activation.
 template <typename F>
 cudaError_t with_kernels(const Problem& problem, F f) {
   return with_dtype(problem, [&](auto element) {
-    return problem.is_fused() ? f(element, std::true_type())
-                              : f(element, std::false_type());
+    if (problem.wide_output) {
+      if constexpr (sizeof(element) == 2) {
+        if (!problem.is_fused()) {
+          return f(element, float(), std::false_type());
+        }
+      }
+      return cudaErrorInvalidValue;
+    }
+    return problem.is_fused() ? f(element, element, std::true_type())
+                              : f(element, element, std::false_type());
   });
 }
 
@@ -108,14 +116,15 @@ cudaError_t launch_forward(
     const Plan& plan,
     const ForwardArguments& arguments,
     cudaStream_t stream) {
-  return with_kernels(problem, [&](auto element, auto fused) {
+  return with_kernels(problem, [&](auto element, auto output, auto fused) {
     using T = decltype(element);
+    using TY = decltype(output);
     switch (plan.scheme) {
       case Scheme::kResident:
       case Scheme::kCooperative:
-        return resident_forward<T, fused>(problem, plan, arguments, stream);
+        return resident_forward<T, TY, fused>(problem, plan, arguments, stream);
       case Scheme::kTwoPass:
-        return two_pass_forward<T, fused>(problem, plan, arguments, stream);
+        return two_pass_forward<T, TY, fused>(problem, plan, arguments, stream);
       default:
         return cudaErrorInvalidValue;
     }
@@ -130,14 +139,17 @@ cudaError_t launch_backward(
   if (!problem.want_dX && !problem.wants_parameters()) {
     return cudaSuccess;
   }
-  return with_kernels(problem, [&](auto element, auto fused) {
+  return with_kernels(problem, [&](auto element, auto output, auto fused) {
     using T = decltype(element);
+    using TY = decltype(output);
     switch (plan.scheme) {
       case Scheme::kResident:
       case Scheme::kCooperative:
-        return resident_backward<T, fused>(problem, plan, arguments, stream);
+        return resident_backward<T, TY, fused>(
+            problem, plan, arguments, stream);
       case Scheme::kTwoPass:
-        return two_pass_backward<T, fused>(problem, plan, arguments, stream);
+        return two_pass_backward<T, TY, fused>(
+            problem, plan, arguments, stream);
       default:
         return cudaErrorInvalidValue;
     }

@@ -153,17 +153,21 @@ inline unsigned blocks_of(const Plan& plan, int64_t samples) {
   return static_cast<unsigned>(samples * plan.splits * plan.column_tiles);
 }
 
-// Calls f with the plan's vector width as a compile-time constant: vectors of
-// kBytes, or of a power of two less, down to kNarrowest bytes.
-template <typename T, int kNarrowest, int kBytes = 16, typename F>
+// Calls f with the plan's vector width as a compile-time constant: 16 bytes of
+// Y, or a power of two less, down to kNarrowest bytes of X.
+template <
+    typename T,
+    typename TY,
+    int kNarrowest,
+    int kVector = 16 / sizeof(TY),
+    typename F>
 cudaError_t with_vector(const Plan& plan, F f) {
-  constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
-  if constexpr (kVector == 0 || kBytes < kNarrowest) {
+  if constexpr (kVector * static_cast<int>(sizeof(T)) < kNarrowest) {
     return cudaErrorInvalidValue;
   } else if (plan.vector == kVector) {
     return f(std::integral_constant<int, kVector>());
   } else {
-    return with_vector<T, kNarrowest, kBytes / 2>(plan, f);
+    return with_vector<T, TY, kNarrowest, kVector / 2>(plan, f);
   }
 }
 

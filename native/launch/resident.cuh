@@ -48,15 +48,15 @@ inline ResidentLaunch resident_launch(
 }
 
 // Calls f(vector width, whether the whole chip shares items).
-template <typename T, typename F>
+template <typename T, typename TY, typename F>
 cudaError_t with_resident_kernel(const Plan& plan, F f) {
-  return with_vector<T, kNarrowestCopy>(plan, [&](auto vector) {
+  return with_vector<T, TY, kNarrowestCopy>(plan, [&](auto vector) {
     return plan.scheme == Scheme::kCooperative ? f(vector, std::true_type())
                                                : f(vector, std::false_type());
   });
 }
 
-template <typename T, bool kFused>
+template <typename T, typename TY, bool kFused>
 cudaError_t resident_forward(
     const Problem& problem,
     const Plan& plan,
@@ -66,9 +66,9 @@ cudaError_t resident_forward(
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wide = problem.statistics_dtype() == DType::kFloat;
   const ResidentLaunch launch = resident_launch(problem, plan);
-  return with_resident_kernel<T>(plan, [&](auto vector, auto whole_chip) {
+  return with_resident_kernel<T, TY>(plan, [&](auto vector, auto whole_chip) {
     return launch_kernel<
-        resident_forward_kernel<T, vector, whole_chip, kFused>>(
+        resident_forward_kernel<T, TY, vector, whole_chip, kFused>>(
         launch.shape,
         stream,
         shape_of(problem),
@@ -78,17 +78,17 @@ cudaError_t resident_forward(
         static_cast<Acc>(launch.per_group),
         static_cast<Acc>(arguments.eps),
         static_cast<const T*>(arguments.X),
-        ParameterIn<T>{arguments.gamma, is_float},
-        ParameterIn<T>{arguments.beta, is_float},
+        ParameterIn<TY>{arguments.gamma, is_float},
+        ParameterIn<TY>{arguments.beta, is_float},
         problem.activation, // kFused alone
         static_cast<Moments<Acc>*>(arguments.workspace),
-        static_cast<T*>(arguments.Y),
-        ParameterOut<T>{arguments.mean, wide},
-        ParameterOut<T>{arguments.rstd, wide});
+        static_cast<TY*>(arguments.Y),
+        ParameterOut<TY>{arguments.mean, wide},
+        ParameterOut<TY>{arguments.rstd, wide});
   });
 }
 
-template <typename T, bool kFused>
+template <typename T, typename TY, bool kFused>
 cudaError_t resident_backward(
     const Problem& problem,
     const Plan& plan,
@@ -104,9 +104,9 @@ cudaError_t resident_backward(
       : plan.scheme == Scheme::kCooperative      ? of_chip + rows * problem.G
                                                  : of_chip;
   const cudaError_t error =
-      with_resident_kernel<T>(plan, [&](auto vector, auto whole_chip) {
+      with_resident_kernel<T, TY>(plan, [&](auto vector, auto whole_chip) {
         return launch_kernel<
-            resident_backward_kernel<T, vector, whole_chip, kFused>>(
+            resident_backward_kernel<T, TY, vector, whole_chip, kFused>>(
             launch.shape,
             stream,
             shape_of(problem),
@@ -114,12 +114,12 @@ cudaError_t resident_backward(
             launch.layout,
             launch.waves,
             static_cast<Acc>(launch.per_group),
-            static_cast<const T*>(arguments.dY),
+            static_cast<const TY*>(arguments.dY),
             static_cast<const T*>(arguments.X),
-            ParameterIn<T>{arguments.mean, wide},
-            ParameterIn<T>{arguments.rstd, wide},
-            ParameterIn<T>{arguments.gamma, is_float},
-            ParameterIn<T>{arguments.beta, is_float}, // kFused alone
+            ParameterIn<TY>{arguments.mean, wide},
+            ParameterIn<TY>{arguments.rstd, wide},
+            ParameterIn<TY>{arguments.gamma, is_float},
+            ParameterIn<TY>{arguments.beta, is_float}, // kFused alone
             problem.activation, // kFused alone
             of_chip,
             sums,
@@ -128,7 +128,7 @@ cudaError_t resident_backward(
   if (error != cudaSuccess) {
     return error;
   }
-  return launch_parameter_gradients<T>(problem, rows, sums, arguments, stream);
+  return launch_parameter_gradients<TY>(problem, rows, sums, arguments, stream);
 }
 
 } // namespace gn_override

@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t resident_forward<__nv_bfloat16, false>(
+template cudaError_t resident_forward<__nv_bfloat16, __nv_bfloat16, false>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t resident_backward<__nv_bfloat16, false>(
+template cudaError_t resident_backward<__nv_bfloat16, __nv_bfloat16, false>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

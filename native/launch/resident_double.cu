@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t resident_forward<double, false>(
+template cudaError_t resident_forward<double, double, false>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t resident_backward<double, false>(
+template cudaError_t resident_backward<double, double, false>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t resident_forward<float, false>(
+template cudaError_t resident_forward<float, float, false>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t resident_backward<float, false>(
+template cudaError_t resident_backward<float, float, false>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

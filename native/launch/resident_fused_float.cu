@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t resident_forward<float, true>(
+template cudaError_t resident_forward<float, float, true>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t resident_backward<float, true>(
+template cudaError_t resident_backward<float, float, true>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t resident_forward<__half, true>(
+template cudaError_t resident_forward<__half, __half, true>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t resident_backward<__half, true>(
+template cudaError_t resident_backward<__half, __half, true>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t resident_forward<__half, false>(
+template cudaError_t resident_forward<__half, __half, false>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t resident_backward<__half, false>(
+template cudaError_t resident_backward<__half, __half, false>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

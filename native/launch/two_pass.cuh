@@ -28,7 +28,7 @@ cudaError_t with_team(int64_t teams, int64_t items, F f) {
       static_cast<unsigned>((teams + of_block - 1) / of_block));
 }
 
-template <typename T, bool kFused>
+template <typename T, typename TY, bool kFused>
 cudaError_t two_pass_forward(
     const Problem& problem,
     const Plan& plan,
@@ -46,8 +46,8 @@ cudaError_t two_pass_forward(
   auto* const moments = partial + problem.N * plan.splits * slots;
   const auto* const X = static_cast<const T*>(arguments.X);
 
-  cudaError_t error = with_vector<T, sizeof(T)>(plan, [&](auto vector) {
-    return launch_kernel<statistics<T, vector>>(
+  cudaError_t error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+    return launch_kernel<statistics<T, TY, vector>>(
         {.blocks = blocks,
          .threads = threads,
          .shared_bytes = plan.shared_bytes},
@@ -66,7 +66,7 @@ cudaError_t two_pass_forward(
       problem.N * problem.G,
       plan.splits * tiles_of_group,
       [&](auto is_block, int lanes, unsigned team_blocks) {
-        return launch_kernel<combine_statistics<T, is_block>>(
+        return launch_kernel<combine_statistics<TY, is_block>>(
             {.blocks = team_blocks,
              .threads = kMaxThreads,
              .overlaps_previous = true},
@@ -78,28 +78,28 @@ cudaError_t two_pass_forward(
             static_cast<Acc>(arguments.eps),
             static_cast<const Moments<Acc>*>(partial),
             moments,
-            ParameterOut<T>{arguments.mean, wide},
-            ParameterOut<T>{arguments.rstd, wide});
+            ParameterOut<TY>{arguments.mean, wide},
+            ParameterOut<TY>{arguments.rstd, wide});
       });
   if (error != cudaSuccess) {
     return error;
   }
-  return with_vector<T, sizeof(T)>(plan, [&](auto vector) {
-    return launch_kernel<normalize<T, vector, kFused>>(
+  return with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+    return launch_kernel<normalize<T, TY, vector, kFused>>(
         {.blocks = blocks, .threads = threads, .overlaps_previous = true},
         stream,
         shape,
         tiling,
         X,
         static_cast<const Moments<Acc>*>(moments),
-        ParameterIn<T>{arguments.gamma, is_float},
-        ParameterIn<T>{arguments.beta, is_float},
+        ParameterIn<TY>{arguments.gamma, is_float},
+        ParameterIn<TY>{arguments.beta, is_float},
         problem.activation, // kFused alone
-        static_cast<T*>(arguments.Y));
+        static_cast<TY*>(arguments.Y));
   });
 }
 
-template <typename T, bool kFused>
+template <typename T, typename TY, bool kFused>
 cudaError_t two_pass_backward(
     const Problem& problem,
     const Plan& plan,
@@ -112,17 +112,17 @@ cudaError_t two_pass_backward(
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wide = problem.statistics_dtype() == DType::kFloat;
-  const ParameterIn<T> mean{arguments.mean, wide};
-  const ParameterIn<T> rstd{arguments.rstd, wide};
-  const ParameterIn<T> gamma{arguments.gamma, is_float};
-  const ParameterIn<T> beta{arguments.beta, is_float}; // kFused alone
+  const ParameterIn<TY> mean{arguments.mean, wide};
+  const ParameterIn<TY> rstd{arguments.rstd, wide};
+  const ParameterIn<TY> gamma{arguments.gamma, is_float};
+  const ParameterIn<TY> beta{arguments.beta, is_float}; // kFused alone
   auto* const sums = static_cast<Pair<Acc>*>(arguments.workspace);
   auto* const coefficients = sums + problem.N * plan.splits * problem.C;
-  const auto* const dY = static_cast<const T*>(arguments.dY);
+  const auto* const dY = static_cast<const TY*>(arguments.dY);
   const auto* const X = static_cast<const T*>(arguments.X);
 
-  cudaError_t error = with_vector<T, sizeof(T)>(plan, [&](auto vector) {
-    return launch_kernel<gradient_sums<T, vector, kFused>>(
+  cudaError_t error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+    return launch_kernel<gradient_sums<T, TY, vector, kFused>>(
         {.blocks = blocks,
          .threads = threads,
          .shared_bytes = plan.shared_bytes},
@@ -143,7 +143,7 @@ cudaError_t two_pass_backward(
         problem.N * problem.G,
         plan.splits * problem.D(),
         [&](auto is_block, int lanes, unsigned team_blocks) {
-          return launch_kernel<group_coefficients<T, is_block>>(
+          return launch_kernel<group_coefficients<TY, is_block>>(
               {.blocks = team_blocks,
                .threads = kMaxThreads,
                .overlaps_previous = true},
@@ -156,8 +156,8 @@ cudaError_t two_pass_backward(
               coefficients);
         });
     if (error == cudaSuccess) {
-      error = with_vector<T, sizeof(T)>(plan, [&](auto vector) {
-        return launch_kernel<input_gradient<T, vector, kFused>>(
+      error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+        return launch_kernel<input_gradient<T, TY, vector, kFused>>(
             {.blocks = blocks, .threads = threads, .overlaps_previous = true},
             stream,
             shape,
@@ -175,7 +175,7 @@ cudaError_t two_pass_backward(
     }
   }
   if (error == cudaSuccess) {
-    error = launch_parameter_gradients<T>(
+    error = launch_parameter_gradients<TY>(
         problem, problem.N * plan.splits, sums, arguments, stream);
   }
   return error;

@@ -1,5 +1,6 @@
 // The two-pass scheme's launches by element type: float, double, __half,
 // __nv_bfloat16 (instantiated in two_pass_*.cu).
+// TY: that of Y, which is T or float (in two_pass_wide_*.cu).
 // kFused: for problems with an activation (in two_pass_fused_*.cu).
 #pragma once
 
@@ -7,14 +8,14 @@
 
 namespace gn_override {
 
-template <typename T, bool kFused>
+template <typename T, typename TY, bool kFused>
 cudaError_t two_pass_forward(
     const Problem& problem,
     const Plan& plan,
     const ForwardArguments& arguments,
     cudaStream_t stream);
 
-template <typename T, bool kFused>
+template <typename T, typename TY, bool kFused>
 cudaError_t two_pass_backward(
     const Problem& problem,
     const Plan& plan,

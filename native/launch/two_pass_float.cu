@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t two_pass_forward<float, false>(
+template cudaError_t two_pass_forward<float, float, false>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t two_pass_backward<float, false>(
+template cudaError_t two_pass_backward<float, float, false>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

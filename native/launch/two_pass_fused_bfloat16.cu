@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t two_pass_forward<__nv_bfloat16, true>(
+template cudaError_t two_pass_forward<__nv_bfloat16, __nv_bfloat16, true>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t two_pass_backward<__nv_bfloat16, true>(
+template cudaError_t two_pass_backward<__nv_bfloat16, __nv_bfloat16, true>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t two_pass_forward<double, true>(
+template cudaError_t two_pass_forward<double, double, true>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t two_pass_backward<double, true>(
+template cudaError_t two_pass_backward<double, double, true>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

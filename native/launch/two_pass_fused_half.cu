@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t two_pass_forward<__half, true>(
+template cudaError_t two_pass_forward<__half, __half, true>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t two_pass_backward<__half, true>(
+template cudaError_t two_pass_backward<__half, __half, true>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

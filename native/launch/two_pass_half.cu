@@ -2,12 +2,12 @@
 
 namespace gn_override {
 
-template cudaError_t two_pass_forward<__half, false>(
+template cudaError_t two_pass_forward<__half, __half, false>(
     const Problem&,
     const Plan&,
     const ForwardArguments&,
     cudaStream_t);
-template cudaError_t two_pass_backward<__half, false>(
+template cudaError_t two_pass_backward<__half, __half, false>(
     const Problem&,
     const Plan&,
     const BackwardArguments&,

@@ -68,10 +68,11 @@ std::string quoted(std::string_view text) {
 
 // X and Y; or dY and X, and dX where it is wanted.
 int64_t minimum_bytes(const Problem& problem) {
-  const int operands = problem.direction == Direction::kForward ? 2
-      : problem.want_dX                                         ? 3
-                                                                : 2;
-  return operands * problem.bytes();
+  const bool writes =
+      problem.direction == Direction::kForward || problem.want_dX;
+  return problem.numel() *
+      (problem.element_bytes_read() +
+       (writes ? problem.element_bytes_written() : 0));
 }
 
 } // namespace
@@ -99,6 +100,9 @@ std::string to_string(const Problem& problem) {
   out += " HxW=" + std::to_string(problem.HxW);
   out += " G=" + std::to_string(problem.G);
   out += std::string(" ") + name(problem.dtype);
+  if (problem.wide_output) {
+    out += std::string(" to ") + name(problem.output_dtype());
+  }
   if (problem.param_dtype != problem.dtype) {
     out += std::string(" with ") + name(problem.param_dtype) + " parameters";
   }

@@ -33,11 +33,11 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Widest vector, up to 16 bytes, that tiles a pixel's C channels and that every
-// base address is aligned to.
+// Widest vector, up to 16 bytes of any operand, that tiles a pixel's C channels
+// and that every base address is aligned to.
 int vector_width(const Problem& problem) {
   const int64_t element = size_of(problem.dtype);
-  int vector = static_cast<int>(16 / element);
+  int vector = static_cast<int>(16 / size_of(problem.output_dtype()));
   while (problem.C % vector != 0 || problem.alignment % (vector * element)) {
     vector /= 2;
   }
@@ -137,28 +137,42 @@ Plan slices(
   return plan;
 }
 
-int64_t operands(const Problem& problem) {
-  return problem.direction == Direction::kForward ? 1 : 2;
-}
-
 double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
 }
 
 // How many times longer the problem's vectors take than wide ones.
 double narrowness(const Problem& problem) {
-  const int64_t bytes = vector_width(problem) * size_of(problem.dtype);
+  const int64_t bytes = vector_width(problem) * size_of(problem.output_dtype());
   return bytes == 2 ? kNarrowestVectors : bytes < 16 ? kNarrowVectors : 1;
 }
 
-// What `pixels` pixels of a slice take, as bytes.
-double slice_bytes(const Problem& problem, const Plan& plan, int64_t pixels) {
-  const int64_t slice =
-      int64_t{1} * plan.columns * plan.vector * size_of(problem.dtype);
+// What `pixels` pixels of a slice of a tensor take, as bytes.
+double slice_bytes(
+    const Problem& problem,
+    const Plan& plan,
+    int64_t pixels,
+    int64_t element) {
+  const int64_t slice = int64_t{1} * plan.columns * plan.vector * element;
   const auto shared = static_cast<double>(kBurst - std::gcd(slice, kBurst));
   return static_cast<double>(pixels) * narrowness(problem) *
       (static_cast<double>(slice) + kSharedBurst * shared +
        of(kEverySlice, problem) * kBurst);
+}
+
+// A block's pixels of X, and backward of dY.
+double bytes_read(const Problem& problem, const Plan& plan) {
+  const int64_t X = size_of(problem.dtype);
+  const int64_t dY = problem.element_bytes_read() - X;
+  const double of_X = slice_bytes(problem, plan, plan.pixels_per_split, X);
+  return dY == 0 ? of_X
+                 : of_X + slice_bytes(problem, plan, plan.pixels_per_split, dY);
+}
+
+// Those of Y, or of dX.
+double bytes_written(const Problem& problem, const Plan& plan) {
+  return slice_bytes(
+      problem, plan, plan.pixels_per_split, problem.element_bytes_written());
 }
 
 // Slices of whole groups and whole vectors, as vectors: of one to eight bursts,
@@ -220,8 +234,8 @@ Candidate resident_candidate(
   const int64_t multiprocessors = device.clusters[cluster] * int64_t{cluster};
   const int64_t blocks = problem.N * plan.column_tiles * cluster;
   const int64_t waves = ceil_div(blocks, resident * multiprocessors);
-  const double block_bytes = (operands(problem) + 1) *
-      slice_bytes(problem, plan, plan.pixels_per_split);
+  const double block_bytes =
+      bytes_read(problem, plan) + bytes_written(problem, plan);
   const double moved = std::max(
       ceil_div(blocks, multiprocessors) * block_bytes /
           kMultiprocessorBytesPerNs,
@@ -290,7 +304,7 @@ Candidate cooperative_candidate(
   plan.samples_per_wave = samples;
   const int64_t rest = resident_layout(problem, plan, 0).bytes;
   const int64_t of_pixel =
-      operands(problem) * plan.threads * plan.vector * size_of(problem.dtype);
+      plan.threads * plan.vector * problem.element_bytes_read();
   if (plan.threads > kMostThreads || rest > device.shared_memory_per_block ||
       plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
     return result;
@@ -309,7 +323,7 @@ Candidate cooperative_candidate(
   const int64_t read_again =
       std::max<int64_t>(0, pixels_of_thread(plan) - plan.pixels_kept);
   const int64_t of_wave =
-      operands(problem) * problem.bytes() / problem.N * samples;
+      problem.numel() / problem.N * samples * problem.element_bytes_read();
   if (of_wave <= kCachedWave * device.l2_bytes) {
     plan.pixels_cached = std::min(
         read_again,
@@ -328,8 +342,7 @@ Candidate cooperative_candidate(
   }
 
   const int64_t waves = ceil_div(problem.N, samples);
-  const double all =
-      operands(problem) * slice_bytes(problem, plan, plan.pixels_per_split);
+  const double all = bytes_read(problem, plan);
   const double again = all *
       (static_cast<double>(read_again) - kCachedGain * plan.pixels_cached) /
       static_cast<double>(pixels_of_thread(plan));
@@ -340,7 +353,7 @@ Candidate cooperative_candidate(
           (of(kCooperativeWave, problem) +
            kExchangedPart * plan.splits * plan.columns * plan.vector /
                static_cast<double>(problem.D()) +
-           (all + again + slice_bytes(problem, plan, plan.pixels_per_split)) /
+           (all + again + bytes_written(problem, plan)) /
                kCooperativeBytesPerNs);
   return result;
 }
@@ -371,9 +384,10 @@ Candidate best_cooperative(const Problem& problem, const Device& device) {
 
 double two_pass_nanoseconds(const Problem& problem, const Device& device) {
   // X, X, Y; or dY, X, dY, X, dX
-  const int passes = problem.direction == Direction::kForward ? 3 : 5;
+  const int64_t bytes = problem.numel() *
+      (2 * problem.element_bytes_read() + problem.element_bytes_written());
   return of(kTwoPassCall, problem) +
-      passes * narrowness(problem) * static_cast<double>(problem.bytes()) /
+      narrowness(problem) * static_cast<double>(bytes) /
       (kTwoPassBytesPerNs * device.sm_count);
 }
 

@@ -35,10 +35,12 @@ constexpr int64_t size_of(DType dtype) {
 struct Problem {
   DeviceType device = DeviceType::kCUDA;
   Direction direction = Direction::kForward;
-  DType dtype = DType::kFloat; // X, Y, dY, dX
+  DType dtype = DType::kFloat; // X, dX; Y, dY unless they are wide
   DType param_dtype = DType::kFloat; // gamma, beta, dgamma, dbeta
   // mean and rstd are of the type that sums are kept in, not of param_dtype.
   bool wide_statistics = false;
+  // Y and dY are of that type too, and gamma and beta.
+  bool wide_output = false;
   int64_t N = 0;
   int64_t C = 0;
   int64_t HxW = 0;
@@ -47,8 +49,8 @@ struct Problem {
   // X is dense in [N, HxW, C] order, and is not dense in [N, C, HxW] order as
   // well: a tensor that is both (HxW == 1 or C == 1) counts as NCHW.
   bool channels_last = true;
-  // Largest power of two, at most 16, that divides every base address of an
-  // [N, HxW, C] operand, in bytes.
+  // Largest power of two, at most 16, such that so many bytes of X, or as many
+  // elements, divide every base address of an [N, HxW, C] operand.
   int alignment = 16;
   // Backward only: which gradients are asked for.
   bool want_dX = true;
@@ -75,6 +77,17 @@ struct Problem {
   }
   constexpr DType statistics_dtype() const {
     return wide_statistics ? accumulator_dtype() : param_dtype;
+  }
+  constexpr DType output_dtype() const {
+    return wide_output ? accumulator_dtype() : dtype;
+  }
+  // Of an element of each: X, and backward dY; and Y, or dX.
+  constexpr int64_t element_bytes_read() const {
+    return size_of(dtype) +
+        (direction == Direction::kForward ? 0 : size_of(output_dtype()));
+  }
+  constexpr int64_t element_bytes_written() const {
+    return size_of(direction == Direction::kForward ? output_dtype() : dtype);
   }
   constexpr bool is_fused() const {
     return activation != Activation::kIdentity;

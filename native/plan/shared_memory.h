@@ -50,9 +50,9 @@ constexpr int64_t ring_pixels(Direction direction) {
 
 // The resident schemes' parts, as offsets in bytes.
 struct ResidentLayout {
-  // One operand's slab is `pixels` x threads vectors, what each thread keeps:
-  // X's, or dY's and then X's.
-  int64_t slab_bytes;
+  // An operand's slab is `pixels` x threads vectors, what each thread keeps:
+  // backward, dY's comes before X's.
+  int64_t slab_X;
   // What every block of a cluster found of each group: Moments, or two sums.
   int64_t slots;
   int64_t total; // of each group: Moments, or two coefficients
@@ -69,7 +69,6 @@ struct ResidentLayout {
 constexpr ResidentLayout
 resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   const bool forward = problem.direction == Direction::kForward;
-  const int64_t element = size_of(problem.dtype);
   const int64_t accumulator = problem.accumulator_bytes();
   const int64_t channels = int64_t{1} * plan.columns * plan.vector;
   const int64_t groups = channels / problem.D();
@@ -80,8 +79,9 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   const int64_t pair = 2 * accumulator;
 
   ResidentLayout layout = {};
-  layout.slab_bytes = pixels * plan.threads * plan.vector * element;
-  layout.slots = forward ? layout.slab_bytes : 2 * layout.slab_bytes;
+  const int64_t kept = pixels * plan.threads * plan.vector;
+  layout.slots = kept * problem.element_bytes_read();
+  layout.slab_X = layout.slots - kept * size_of(problem.dtype);
   layout.total = layout.slots + wide * blocks * parts;
   layout.moments = layout.total + wide * groups;
   layout.parameters = layout.moments + (forward ? 0 : pair * groups);

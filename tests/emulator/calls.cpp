@@ -19,6 +19,7 @@ struct Call {
   int64_t dtype;
   int64_t param_dtype;
   int64_t wide_statistics;
+  int64_t wide_output;
   int64_t N, C, HxW, G;
   int64_t activation;
   int64_t alignment;
@@ -46,6 +47,7 @@ Problem problem_of(const Call& call) {
   problem.dtype = static_cast<DType>(call.dtype);
   problem.param_dtype = static_cast<DType>(call.param_dtype);
   problem.wide_statistics = call.wide_statistics != 0;
+  problem.wide_output = call.wide_output != 0;
   problem.N = call.N;
   problem.C = call.C;
   problem.HxW = call.HxW;

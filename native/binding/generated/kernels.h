@@ -22,6 +22,14 @@ at::Tensor group_norm_composite(
     double eps,
     bool cudnn_enabled);
 
+at::Tensor group_norm_autocast_cuda(
+    const at::Tensor& input,
+    int64_t num_groups,
+    const std::optional<at::Tensor>& weight,
+    const std::optional<at::Tensor>& bias,
+    double eps,
+    bool cudnn_enabled);
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> native_group_norm_cpu(
     const at::Tensor& input,
     const std::optional<at::Tensor>& weight,

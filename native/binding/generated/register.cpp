@@ -28,6 +28,12 @@ TORCH_LIBRARY_IMPL(aten, CompositeImplicitAutograd, m) {
 }
 #endif // GN_OVERRIDE_STOCK_DROPS_LAYOUT
 
+#if GN_OVERRIDE_WITH_CUDA
+TORCH_LIBRARY_IMPL(aten, AutocastCUDA, m) {
+  m.impl("group_norm", TORCH_FN(group_norm_autocast_cuda));
+}
+#endif // GN_OVERRIDE_WITH_CUDA
+
 TORCH_LIBRARY_IMPL(aten, CPU, m) {
   m.impl("native_group_norm", TORCH_FN(native_group_norm_cpu));
   m.impl(
