@@ -53,6 +53,8 @@ halves = pytest.mark.parametrize("dtype", HALVES, ids=["half", "bfloat16"])
 needs_cuda_build = pytest.mark.skipif(
     "cuda" not in _library.build_info()["backends"], reason="the extension is built without CUDA"
 )
+# Up to 2.13 stock copies what it gets to NCHW, in the graph.
+STOCK_DROPS_LAYOUT = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 14)
 GROUPS = 4
 SHAPE = (2, 8, 6, 5)
 
@@ -196,8 +198,8 @@ def test_not_taken(fake, cuda_autocast, tensors):
         assert is_channels_last(Y)
     else:
         assert Y.stride() == expected.stride()
-    names = [out.grad_fn.next_functions[0][0].name() for out in (Y, expected)]
-    assert names[0] == names[1]
+    if not is_channels_last(operands[0]) or not STOCK_DROPS_LAYOUT:  # else stock has a copy there
+        assert Y.grad_fn.next_functions[0][0].name() == expected.grad_fn.next_functions[0][0].name()
 
 
 @needs_cuda_build
@@ -466,10 +468,12 @@ def test_exported_programs_are_atens(cuda_autocast, mode, strict):
     with gn_override.disabled():
         theirs = codes()
     assert any("native_group_norm" in code for code in ours)
+    assert not any("gn_override" in code for code in ours)
     if mode == "float32":
-        assert ours == theirs
+        copies = ["aten.clone" in code for code in ours], ["aten.clone" in code for code in theirs]
+        assert ours == theirs or (STOCK_DROPS_LAYOUT and not any(copies[0]) and any(copies[1]))
     else:
-        assert not any("gn_override" in code or "float32" in code for code in ours)
+        assert not any("float32" in code for code in ours)
         assert any("float32" in code for code in theirs)
 
 
@@ -727,8 +731,13 @@ def under_autocast(inputs: Inputs) -> Results:
 
 
 def stock_under_autocast(inputs: Inputs) -> Results:
+    """With ones for a missing gamma: stock fails to differentiate a norm with a bias alone."""
+    gamma = inputs.gamma
+    if gamma is None and inputs.beta is not None:
+        inputs = dataclasses.replace(inputs, gamma=torch.ones_like(inputs.beta))
     with override_off():
-        return under_autocast(inputs)
+        results = under_autocast(inputs)
+    return dataclasses.replace(results, dgamma=None) if gamma is None else results
 
 
 def autocast_inputs(
@@ -760,8 +769,10 @@ def test_parity(case, dtype):
 @pytest.mark.parametrize("dY_layout", ["channels_last", "unaligned", "nchw", "expanded"])
 @pytest.mark.parametrize("layout", ["channels_last", "unaligned", "sliced"])
 def test_parity_of_layouts(case, dtype, layout, dY_layout):
+    """A sequence with gaps is no channels-last one; its cast, dense in the same order, is."""
     inputs = autocast_inputs(case, dtype, layout=layout, dY_layout=dY_layout)
-    with expect_calls("cuda", True, True, CAST):
+    by_cast = layout == "sliced" and inputs.X.dim() == 3
+    with expect_calls("cuda", True, True, ATEN if by_cast else CAST):
         ours = under_autocast(inputs)
     assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
 

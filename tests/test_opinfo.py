@@ -456,7 +456,7 @@ def test_08_values(device, source, layout, dtype):
             ours = composite(inputs)
             found = [name for name, value in vars(ours).items() if value is not None]
             assert_parity(ours, inputs, only=found)
-    assert served >= 3 or layout == "given"
+    assert served >= 2 or layout == "given"
     assert calls(FORWARD, device)[0] == calls(BACKWARD, device)[0] == served
 
 

@@ -112,8 +112,10 @@ def test_cpu_benchmark_shapes(case):
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "case",
-    KERNEL_CASES + tuple(case for case in MODEL_CASES if not case.fits_cpu),
-    ids=lambda case: case.id,
+    [
+        pytest.param(case, id=case.id, marks=[pytest.mark.large] * (case.numel > 1 << 28))
+        for case in (*KERNEL_CASES, *(case for case in MODEL_CASES if not case.fits_cpu))
+    ],
 )
 def test_gpu_benchmark_and_model_shapes(case):
     inputs = make_inputs(case, "cuda", getattr(torch, case.dtype))

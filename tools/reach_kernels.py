@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tools/reach_kernels.py
 
 Every dtype and mix of dtypes goes through every scheme and cluster size, forward and backward, as
-aten's operators and with the activations in turn, with vectors of every width, some gradients left
-out, and dY in another layout. It fails if a scheme was not reached for some dtype, or if a result
-holds a NaN.
+aten's operators and with the activations in turn, or as autocast's operator, which writes float,
+with vectors of every width, some gradients left out, and dY in another layout. It fails if a scheme
+was not reached for some dtype, or if a result holds a NaN.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ PINS = (
     *(("cooperative", samples) for samples in (0, 1, 2)),
     ("two_pass", 0),
 )
+# Of X, of gamma and beta, of Y and dY; None: of X.
 DTYPES = (
-    (torch.float32, None),
-    (torch.float64, None),
-    (torch.float16, None),
-    (torch.bfloat16, None),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.float32),
+    (torch.float32, None, None),
+    (torch.float64, None, None),
+    (torch.float16, None, None),
+    (torch.bfloat16, None, None),
+    (torch.float16, torch.float32, None),
+    (torch.bfloat16, torch.float32, None),
+    (torch.float16, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32),
 )
 
 
@@ -53,12 +56,14 @@ def taken() -> dict[str, int]:
 
 def run(inputs: reference.Inputs, mask: reference.Mask, activation: str) -> None:
     i = inputs
-    if activation == "identity":
+    if activation == "identity" and i.dY.dtype == i.X.dtype:
         ours = reference.native(i, mask)
         found = [t for t in vars(ours).values() if t is not None]
     else:
         ops = torch.ops.gn_override
-        Y, mean, rstd = ops.group_norm_act(i.X, i.groups, i.gamma, i.beta, i.eps, activation)
+        Y, mean, rstd = ops.group_norm_act(
+            i.X, i.groups, i.gamma, i.beta, i.eps, activation, i.dY.dtype
+        )
         grads = ops.group_norm_act_backward(
             i.dY, i.X, mean, rstd, i.gamma, i.beta, i.groups, activation, list(mask)
         )
@@ -78,7 +83,8 @@ def main() -> int:
         reached = set()
         for case, (scheme, splits) in itertools.product(CASES, PINS):
             torch.ops.gn_override.pin_plans(scheme, 0, splits, 0)
-            for activation in ("identity", next(activations)):
+            plain = dtypes[2] is None  # autocast's have no activation
+            for activation in ("identity", next(activations))[: 1 + plain]:
                 inputs = reference.make_inputs(case, "cuda", *dtypes, dY_layout=next(layouts))
                 torch.ops.gn_override.reset_counters()
                 run(inputs, next(masks), activation)

@@ -6,13 +6,16 @@
 
 Each level is a command of its own that takes at most some ten minutes. With --output the rows of
 the levels that ran replace theirs in the results file, and the others stay: levels may run one by
-one. --device cpu runs what a machine without a GPU can. The table comes last; the exit status is 0
-if every level that ran passed. docs/reliability.md shows the results file.
+one. --jobs runs several levels at a time, and so do pytest's processes in a level of many tests
+where pytest-xdist is installed. --device cpu runs what a machine without a GPU can. The table comes
+last; the exit status is 0 if every level that ran passed. docs/reliability.md shows the results
+file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -24,6 +27,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,12 +56,15 @@ class Level:
     tests: tuple[str, ...] = ()
     environ: dict[str, str] = field(default_factory=dict)
     sanitizer: str = ""
+    many: bool = False  # tests, which may run in several processes
 
     def command(self, report: str = "REPORT") -> list[str]:
         """What runs; pytest writes its counts to the file `report`."""
         if self.tests:
             files = [str(TESTS / test) for test in self.tests]
             options = ["-p", "no:cacheprovider", "-q", f"--junitxml={report}"]
+            if self.many and importlib.util.find_spec("xdist"):
+                options += ["-n", str(min(12, max(1, (os.cpu_count() or 1) // 2)))]
             return [sys.executable, "-m", "pytest", *files, *self.arguments, *options]
         prefix = []
         if self.sanitizer:
@@ -74,12 +81,19 @@ def levels(device: str) -> list[Level]:
     apart = ("test_opinfo.py", "test_properties.py", "test_faults.py", "test_distributed.py")
     rest = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in apart)
     found = [
-        Level("suite", "parity, cases, dispatch, compile, schemes, models", marked, tuple(rest)),
+        Level(
+            "suite",
+            "parity, cases, dispatch, compile, schemes, models",
+            marked,
+            tuple(rest),
+            many=True,
+        ),
         Level(
             "torch",
             "PyTorch's own samples of op_db and module_db, with its checks",
             only,
             ("test_opinfo.py",),
+            many=True,
         ),
         Level(
             "properties",
@@ -192,6 +206,7 @@ def main() -> int:
     parser.add_argument("levels", nargs="*", help="names of levels; default: all")
     parser.add_argument("--list", action="store_true", help="show the levels and run nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="levels at a time")
     parser.add_argument("--output", default="", help="name of the results file to write")
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
@@ -208,10 +223,14 @@ def main() -> int:
 
     chosen = [known[name] for name in arguments.levels] or list(known.values())
     rows = []
-    with progress.Progress(len(chosen)) as bar:
-        for level in chosen:
+    with progress.Progress(len(chosen)) as bar, ThreadPoolExecutor(arguments.jobs) as pool:
+
+        def begin(level: Level) -> dict[str, Any]:
             bar.step(level.name)
-            rows.append(run(level))
+            return run(level)
+
+        for done in as_completed([pool.submit(begin, level) for level in chosen]):
+            rows.append(done.result())
             if arguments.output:
                 path = arguments.folder / f"{arguments.output}.json"
                 before = json.loads(path.read_text())["rows"] if path.exists() else []

@@ -59,10 +59,14 @@ bool keeps_layout(const Tensor& X) {
       format == at::MemoryFormat::ChannelsLast3d;
 }
 
-// dY in the layout of X, for which keeps_layout() holds.
+// dY in the layout of X, for which keeps_layout() holds. By a permutation where
+// no memory format says so: sequences have none, and vmap tells none.
 Tensor match_layout(const Tensor& dY, const Tensor& X) {
-  return X.dim() == 3 ? dY.transpose(1, 2).contiguous().transpose(1, 2)
-                      : dY.contiguous(X.suggest_memory_format());
+  const bool is_batched = dY.key_set().has_any(c10::DispatchKeySet(
+      {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched}));
+  return X.dim() == 3 || is_batched
+      ? dY.movedim(1, -1).contiguous().movedim(-1, 1)
+      : dY.contiguous(X.suggest_memory_format());
 }
 
 struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
