@@ -517,7 +517,7 @@ def test_operator(device, case, dtype, affine):
     results = wide(inputs)
     for name in CAST:
         assert calls(name, device) == ((1, 0) if ours else (0, 1))
-    assert_parity(results, inputs, only=COMPARED, theirs=in_float(inputs))
+    assert_parity(results, inputs, only=COMPARED, theirs=[in_float(inputs)])
     assert is_channels_last(results.Y) == ours
 
 
@@ -758,7 +758,7 @@ def test_parity(case, dtype):
     with expect_calls("cuda", True, True, CAST):
         ours = under_autocast(inputs)
     assert ours.Y.dtype == torch.float32
-    assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
+    assert_parity(ours, inputs, only=COMPARED, theirs=[stock_under_autocast(inputs)])
     assert is_channels_last(ours.Y) and is_channels_last(ours.dX)
 
 
@@ -774,7 +774,7 @@ def test_parity_of_layouts(case, dtype, layout, dY_layout):
     by_cast = layout == "sliced" and inputs.X.dim() == 3
     with expect_calls("cuda", True, True, ATEN if by_cast else CAST):
         ours = under_autocast(inputs)
-    assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
+    assert_parity(ours, inputs, only=COMPARED, theirs=[stock_under_autocast(inputs)])
 
 
 @pytest.mark.cuda
@@ -785,7 +785,7 @@ def test_parity_of_parameters(dtype, param_dtype, affine):
     inputs = autocast_inputs(FEW[0], dtype, param_dtype, affine=affine)
     with expect_calls("cuda", True, True, CAST):
         ours = under_autocast(inputs)
-    assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
+    assert_parity(ours, inputs, only=COMPARED, theirs=[stock_under_autocast(inputs)])
 
 
 @pytest.mark.cuda
@@ -808,7 +808,7 @@ def test_masks(dtype, wanted):
         if index not in wanted:
             assert getattr(results, name) is None
             setattr(theirs, name, None)
-    assert_parity(results, inputs, only=COMPARED, theirs=theirs)
+    assert_parity(results, inputs, only=COMPARED, theirs=[theirs])
 
 
 def rules(inputs: Inputs) -> set[str]:
@@ -836,7 +836,7 @@ def test_scheme(pin, dtype, case, pins):  # noqa: F811  (the fixture)
         pytest.skip(f"no {pins[0]} plan of such a geometry")
     with expect_calls("cuda", True, True, CAST):
         ours = under_autocast(inputs)
-    assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
+    assert_parity(ours, inputs, only=COMPARED, theirs=[stock_under_autocast(inputs)])
     again = under_autocast(inputs)
     for name in COMPARED:
         assert torch.equal(getattr(again, name), getattr(ours, name)), name
@@ -861,7 +861,7 @@ def test_large_mean(dtype, mean):
     inputs = autocast_inputs(FEW[-1], dtype)
     inputs.X = (inputs.X.float() + mean).to(dtype)
     ours = under_autocast(inputs)
-    assert_parity(ours, inputs, only=COMPARED, theirs=stock_under_autocast(inputs))
+    assert_parity(ours, inputs, only=COMPARED, theirs=[stock_under_autocast(inputs)])
 
 
 @pytest.mark.cuda

@@ -646,7 +646,7 @@ def test_14_grid_limits(device, case):
     with expect_calls(device, forward=True, backward=True):
         ours = native(there)
     ours = Results(*(getattr(ours, name).cpu() for name in vars(ours)))
-    assert_parity(ours, inputs, theirs=theirs)
+    assert_parity(ours, inputs, theirs=[theirs])
 
 
 # --- 17: contracts ---------------------------------------------------------------------------

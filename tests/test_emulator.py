@@ -340,10 +340,13 @@ __global__ void tell(int fault, int* out) {
   uint64_t* const shared = reinterpret_cast<uint64_t*>(dynamic_shared_memory());
   uint64_t* const barrier = shared + 2;
   if (threadIdx.x == 0) {
-    expect_bytes(barrier, 2 * sizeof(uint64_t));
+    begin_counting(barrier);
   }
   arrive_at_cluster();
   wait_for_cluster();
+  if (threadIdx.x == 0) {
+    expect_bytes(barrier, 2 * sizeof(uint64_t));
+  }
   if (threadIdx.x < 2) {
     send(uint64_t{blockIdx.x}, shared + blockIdx.x, barrier, threadIdx.x);
   }

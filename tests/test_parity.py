@@ -325,7 +325,7 @@ def test_bound_catches(result, change, dtype):
     setattr(wrong, result, tensor)
     assert_close(getattr(theirs, result), getattr(theirs, result), getattr(reference, result))
     with pytest.raises(AssertionError, match=f"{result}: error"):
-        assert_parity(wrong, inputs, theirs=theirs)
+        assert_parity(wrong, inputs, theirs=[theirs])
 
 
 def test_reference_agrees_with_autograd():

@@ -10,7 +10,16 @@ from __future__ import annotations
 import sys
 
 import torch
-from reference import MASKS, Results, assert_layout_follows, assert_parity, make_inputs, stock
+from reference import (
+    MASKS,
+    ORDERS,
+    Results,
+    assert_layout_follows,
+    assert_parity,
+    make_inputs,
+    stock,
+    stock_in_order,
+)
 from shapes import EDGE_CASES, KERNEL_CASES
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -33,7 +42,10 @@ def main(library: str) -> None:
             calls.append((make_inputs(case, "cuda", torch.float32, affine=affine), MASKS[-1]))
         calls.append((make_inputs(case, "cuda", torch.float16, layout="unaligned"), MASKS[-1]))
         calls.append((make_inputs(case, "cuda", torch.float32, eps=0.5), MASKS[-1]))
-    expected = [stock(inputs, mask) for inputs, mask in calls]
+    expected = [
+        [stock(*call), *(stock_in_order(*call, seed) for seed in range(1, ORDERS))]
+        for call in calls
+    ]
 
     stub.install()
     for (inputs, mask), theirs in zip(calls, expected, strict=True):

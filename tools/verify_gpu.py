@@ -75,7 +75,7 @@ class Level:
 def levels(device: str) -> list[Level]:
     """Of a device, in the order in which they run."""
     only = ("-k", device)
-    many = {"GN_OVERRIDE_TEST_EXAMPLES": "2000" if device == "cuda" else "300"}
+    often = {"GN_OVERRIDE_TEST_EXAMPLES": "2000" if device == "cuda" else "300"}
     soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
     marked = ("-m", "cuda and not large") if device == "cuda" else ("-m", "not cuda")
     apart = ("test_opinfo.py", "test_properties.py", "test_faults.py", "test_distributed.py")
@@ -97,10 +97,11 @@ def levels(device: str) -> list[Level]:
         ),
         Level(
             "properties",
-            f"random calls, {many['GN_OVERRIDE_TEST_EXAMPLES']} examples of each property",
+            f"random calls, {often['GN_OVERRIDE_TEST_EXAMPLES']} examples of each property",
             only,
             ("test_properties.py",),
-            many,
+            often,
+            many=True,
         ),
         Level(
             "faults",

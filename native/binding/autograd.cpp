@@ -62,8 +62,9 @@ bool keeps_layout(const Tensor& X) {
 // dY in the layout of X, for which keeps_layout() holds. By a permutation where
 // no memory format says so: sequences have none, and vmap tells none.
 Tensor match_layout(const Tensor& dY, const Tensor& X) {
-  const bool is_batched = dY.key_set().has_any(c10::DispatchKeySet(
-      {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched}));
+  const bool is_batched = dY.key_set().has_any(
+      c10::DispatchKeySet(
+          {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched}));
   return X.dim() == 3 || is_batched
       ? dY.movedim(1, -1).contiguous().movedim(-1, 1)
       : dY.contiguous(X.suggest_memory_format());

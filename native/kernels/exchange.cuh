@@ -1,8 +1,8 @@
 // How the blocks that share an item tell each other their results. An exchange
 // has `slots` for the values of all of them; on all threads of a block, in this
 // order:
-//   begin(values that the block will get)
-//   ready()
+//   begin()
+//   ready(values that the block will get)
 //   put(slot, value, lane, lanes), by runs of `lanes` threads
 //   wait(), after which the slots can be read
 #pragma once
@@ -21,18 +21,21 @@ struct ClusterExchange {
   Value* slots; // in the same place of each block
   uint64_t* barrier; // counts the bytes that arrive; likewise
 
-  __device__ void begin(int values) const {
+  __device__ void begin() const {
     if (kHasClusters && blocks > 1) {
       if (threadIdx.x == 0) {
-        expect_bytes(barrier, values * static_cast<int>(sizeof(Value)));
+        begin_counting(barrier);
       }
       arrive_at_cluster();
     }
   }
 
-  __device__ void ready() const {
+  __device__ void ready(int values) const {
     if (kHasClusters && blocks > 1) {
       wait_for_cluster();
+      if (threadIdx.x == 0) {
+        expect_bytes(barrier, values * static_cast<int>(sizeof(Value)));
+      }
     }
   }
 
@@ -62,8 +65,8 @@ template <typename Value>
 struct ChipExchange {
   Value* slots;
 
-  __device__ void begin(int) const {}
-  __device__ void ready() const {}
+  __device__ void begin() const {}
+  __device__ void ready(int) const {}
 
   __device__ void put(int slot, const Value& value, int lane, int) const {
     if (lane == 0) {

@@ -121,15 +121,22 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
-// Makes of 8 bytes of shared memory what wait_for_bytes() waits on, until that
-// many bytes have been sent to it. For one thread, before arrive_at_cluster().
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+// Makes of 8 bytes of shared memory what counts the bytes that are sent to it.
+// For one thread, before arrive_at_cluster().
+__device__ __forceinline__ void begin_counting(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"
                :
                : "r"(address_in_shared(barrier))
                : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// How many bytes wait_for_bytes() waits for. For one thread, after
+// wait_for_cluster(): the count may already have begun.
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :
                : "r"(address_in_shared(barrier)), "r"(bytes)

@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(
       exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
 
   allow_next_kernel();
-  exchange.begin(item.groups * item.parts); // fences: before any copy
+  exchange.begin(); // fences: before any copy
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> betas(beta, 0, item.channels);
   gammas.fetch(item.first_channel);
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(
         moments.add(pixel);
       });
     }
-    exchange.ready();
+    exchange.ready(item.groups * item.parts);
     fold_segments(
         shape,
         tiling,
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(
       exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
 
   allow_next_kernel();
-  exchange.begin(item.groups * item.parts); // fences: before any copy
+  exchange.begin(); // fences: before any copy
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> means(mean_in, 0, item.groups);
   ParameterCopy<TY> rstds(rstd_in, 1, item.groups);
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(
             }
           }
         });
-    exchange.ready();
+    exchange.ready(item.groups * item.parts);
     __syncthreads();
 
     const int D = shape.D.divisor();

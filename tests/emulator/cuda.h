@@ -38,6 +38,7 @@ void end_batch();
 void wait_for_copies(int batches);
 void arrive_at_cluster();
 void wait_for_cluster();
+void begin_counting(uint64_t* barrier);
 void expect_bytes(uint64_t* barrier, int bytes);
 void send(
     const void* value,

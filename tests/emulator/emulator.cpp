@@ -60,7 +60,8 @@ struct Warp {
 
 // What wait_for_bytes() waits on.
 struct Mailbox {
-  int64_t missing; // bytes
+  bool expects = false; // its bytes have been told
+  int64_t missing = 0; // bytes
   std::vector<Copy> sent;
   std::vector<Fiber*> waiting;
 };
@@ -339,13 +340,33 @@ void wait_for_cluster() {
   }
 }
 
-void expect_bytes(uint64_t* barrier, int bytes) {
+void begin_counting(uint64_t* barrier) {
   auto& mailbox = current->block->mailbox;
   if (mailbox != nullptr) {
     fail("a second barrier of a block");
   }
-  mailbox = std::make_unique<Mailbox>(Mailbox{bytes, {}, {}});
+  mailbox = std::make_unique<Mailbox>();
   *barrier = reinterpret_cast<uint64_t>(mailbox.get());
+}
+
+static void deliver_all(Mailbox& mailbox) {
+  if (mailbox.expects && mailbox.missing < 0) {
+    fail("more stores than a barrier expects");
+  }
+  if (mailbox.expects && mailbox.missing == 0) {
+    make(mailbox.sent);
+    release(mailbox.waiting);
+  }
+}
+
+void expect_bytes(uint64_t*, int bytes) {
+  Mailbox& mailbox = *current->block->mailbox;
+  if (mailbox.expects) {
+    fail("a barrier that is told twice what to expect");
+  }
+  mailbox.expects = true;
+  mailbox.missing += bytes;
+  deliver_all(mailbox);
 }
 
 void send(
@@ -372,17 +393,12 @@ void send(
   const auto* const first = static_cast<const unsigned char*>(value);
   mailbox->sent.push_back({there(slot), Bytes(first, first + bytes)});
   mailbox->missing -= static_cast<int64_t>(bytes);
-  if (mailbox->missing == 0) {
-    make(mailbox->sent);
-    release(mailbox->waiting);
-  } else if (mailbox->missing < 0) {
-    fail("more stores than a barrier expects");
-  }
+  deliver_all(*mailbox);
 }
 
 void wait_for_bytes(uint64_t*) {
   Mailbox& mailbox = *current->block->mailbox;
-  if (mailbox.missing > 0) {
+  if (!mailbox.expects || mailbox.missing > 0) {
     mailbox.waiting.push_back(current);
     yield();
   }

@@ -6,6 +6,7 @@
 namespace gn_override {
 
 using emulator::arrive_at_cluster;
+using emulator::begin_counting;
 using emulator::dynamic_shared_memory;
 using emulator::end_batch;
 using emulator::expect_bytes;
