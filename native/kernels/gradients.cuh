@@ -155,6 +155,7 @@ __device__ __forceinline__ void fold_rows(
   // The upper rows join the lower ones first, which halves the room.
   const int half = (rows + 1) / 2;
   const int plane = half * columns;
+  const Runs runs(tiling.lanes_per_channel);
   if (at.row >= half && at.row < rows) {
     Pair<Acc>* const slot = shared + threadIdx.x - half * columns;
 #pragma unroll
@@ -178,18 +179,17 @@ __device__ __forceinline__ void fold_rows(
   }
   __syncthreads();
 
-  const int lanes = tiling.lanes_per_channel;
-  for_each_run(columns * kVector, lanes, [&](int item, int lane, bool exists) {
+  runs.deal(columns * kVector, [&](int item, int lane, bool exists) {
     const int j = tiling.columns.quotient(item);
     const int column = item - j * columns;
     auto ds = CompensatedSum<Acc>::zero();
     auto db = CompensatedSum<Acc>::zero();
     const Pair<Acc>* const of_channel = shared + j * plane + column;
-    for (int first = lane; first < half; first += kHeldRows * lanes) {
+    for (int first = lane; first < half; first += kHeldRows * runs.lanes) {
       Pair<Acc> held[kHeldRows];
 #pragma unroll
       for (int i = 0; i < kHeldRows; ++i) {
-        const int row = first + i * lanes;
+        const int row = first + i * runs.lanes;
         held[i] = of_channel[min(row, half - 1) * columns];
         if (row >= half) {
           held[i] = {0, 0};
@@ -202,7 +202,7 @@ __device__ __forceinline__ void fold_rows(
       }
     }
     Acc sums_of_lanes[4] = {ds.sum, ds.lost, db.sum, db.lost};
-    sum_lanes(sums_of_lanes, lanes);
+    sum_lanes(sums_of_lanes, runs.lanes);
     if (lane == 0 && exists) {
       ds = {sums_of_lanes[0], sums_of_lanes[1]};
       db = {sums_of_lanes[2], sums_of_lanes[3]};

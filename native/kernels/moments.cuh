@@ -66,7 +66,7 @@ struct ChannelMoments {
 
   // mean = pivot + sum d / n, M2 = sum d^2 - (sum d)^2 / n
   __device__ void finish() {
-    const Acc per_count = count > 0 ? 1 / static_cast<Acc>(count) : 0;
+    const Acc per_count = count > 0 ? reciprocal(static_cast<Acc>(count)) : 0;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc sum = mean[j];
@@ -122,13 +122,14 @@ struct DeviationSums {
   }
 };
 
-// The moments of all of read(0), ..., read(parts - 1), of which this thread
-// reads each `step`-th from `first` on, the first kHeld at once and once only;
-// sum(x) makes the array x the sums over the threads that share them, and all
-// of them get the result. No parts have a count of 0.
+// The moments of all of read(0), ..., read(parts - 1), which have `count`
+// elements in all. This thread reads each `step`-th from `first` on, the first
+// kHeld at once and once only; sum(x) makes the array x the sums over the
+// threads that share them, and all of them get the result.
 template <int kHeld, typename Acc, typename Read, typename Sum>
 __device__ __forceinline__ Moments<Acc>
-merge_moments(int first, int step, int parts, Read read, Sum sum) {
+merge_moments(int first, int step, int parts, Acc count, Read read, Sum sum) {
+  const Acc per_count = count > 0 ? reciprocal(count) : 0;
   Moments<Acc> held[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -139,23 +140,18 @@ merge_moments(int first, int step, int parts, Read read, Sum sum) {
       held[i].count = 0;
     }
   }
-  Acc totals[2] = {0, 0}; // of n_i, n_i m_i
-  const auto add = [&](const Moments<Acc>& part) {
-    totals[0] += part.count;
-    totals[1] += part.count * part.mean;
-  };
+  Acc total[1] = {0}; // of n_i m_i
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    add(held[i]);
+    total[0] += held[i].count * held[i].mean;
   }
 #pragma unroll 1
   for (int i = first + kHeld * step; i < parts; i += step) {
-    add(read(i));
+    const Moments<Acc> part = read(i);
+    total[0] += part.count * part.mean;
   }
-  sum(totals);
-  const Acc count = totals[0];
-  const Acc per_count = count > 0 ? reciprocal(count) : 0;
-  const Acc near_mean = totals[1] * per_count;
+  sum(total);
+  const Acc near_mean = total[0] * per_count;
 
   DeviationSums<Acc> deviations;
 #pragma unroll
@@ -253,6 +249,16 @@ __device__ __forceinline__ void fold_segments(
   const int vector = kVector >> merge_shift;
   const int rows = tiling.rows.divisor();
   const int pitch = rows | 1;
+  const int D = shape.D.divisor() >> merge_shift;
+  const int tile_width = tiling.columns.divisor() * vector;
+  const int tile_first = at.tile * tile_width;
+  const int tile_end = min(tile_first + tile_width, shape.C >> merge_shift);
+  const int first_group = shape.D.quotient(tile_first << merge_shift);
+  const int segments =
+      shape.D.quotient((tile_end << merge_shift) - 1) - first_group + 1;
+  const PixelsOfRow row_pixels(tiling, at.pixels);
+  const Runs runs(tiling.lanes_per_segment);
+
   if (at.row < rows) {
     Pair<Acc>* slot = shared + at.column * vector * pitch + at.row;
 #pragma unroll
@@ -265,23 +271,16 @@ __device__ __forceinline__ void fold_segments(
   }
   __syncthreads();
 
-  const int D = shape.D.divisor() >> merge_shift;
-  const int tile_width = tiling.columns.divisor() * vector;
-  const int tile_first = at.tile * tile_width;
-  const int tile_end = min(tile_first + tile_width, shape.C >> merge_shift);
-  const int first_group = shape.D.quotient(tile_first << merge_shift);
-  const int segments =
-      shape.D.quotient((tile_end << merge_shift) - 1) - first_group + 1;
-  const PixelsOfRow row_pixels(tiling, at.pixels);
-  const int lanes = tiling.lanes_per_segment;
-  for_each_run(segments, lanes, [&](int segment, int lane, bool exists) {
+  runs.deal(segments, [&](int segment, int lane, bool exists) {
     const int group = first_group + segment;
     const int begin = max(group * D, tile_first) - tile_first;
     const int end = min((group + 1) * D, tile_end) - tile_first;
     const Moments<Acc> moment = merge_moments<kHeldItems, Acc>(
         lane,
-        lanes,
+        runs.lanes,
         (end - begin) * rows,
+        static_cast<Acc>((end - begin) << merge_shift) *
+            static_cast<Acc>(at.pixels),
         [&](int i) -> Moments<Acc> {
           const int channel = tiling.rows.quotient(i);
           const int row = i - channel * rows;
@@ -292,7 +291,7 @@ __device__ __forceinline__ void fold_segments(
               one.second,
               static_cast<Acc>(row_pixels.of(row) << merge_shift)};
         },
-        [&](auto& sums) { sum_lanes(sums, lanes); });
+        [&](auto& sums) { sum_lanes(sums, runs.lanes); });
     if (exists) {
       emit(group, lane / kWarpSize, moment, lane % kWarpSize);
     }

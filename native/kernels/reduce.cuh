@@ -24,25 +24,36 @@ __device__ __forceinline__ void sum_lanes(Acc (&value)[kSums], int lanes) {
   }
 }
 
-// Deals the items 0, ..., count - 1 to runs of `lanes` (a power of two)
-// neighbouring threads of the block: calls f(item, lane of the run, exists).
-// Warps call as a whole, or not at all, so that f may add up over the lanes:
-// those that have no item of their own get the last one, which does not exist.
-template <typename F>
-__device__ __forceinline__ void for_each_run(int count, int lanes, F f) {
-  const int shift = __ffs(lanes) - 1;
-  const int at_once = static_cast<int>(blockDim.x) >> shift;
-  const int run = static_cast<int>(threadIdx.x) >> shift;
-  const int first_of_warp = static_cast<int>(threadIdx.x & ~31u) >> shift;
-  if (run >= at_once) {
-    return; // a block of not quite so many threads, of runs of many warps
+// Runs of `lanes` (a power of two) neighbouring threads of the block.
+struct Runs {
+  int lanes;
+  int at_once;
+  int own; // of this thread
+  int first_of_warp;
+
+  __device__ explicit Runs(int lanes) : lanes(lanes) {
+    const int shift = __ffs(lanes) - 1;
+    at_once = static_cast<int>(blockDim.x) >> shift;
+    own = static_cast<int>(threadIdx.x) >> shift;
+    first_of_warp = static_cast<int>(threadIdx.x & ~31u) >> shift;
   }
+
+  // Deals the items 0, ..., count - 1 to the runs: calls f(item, lane of the
+  // run, exists). Warps call as a whole, or not at all, so that f may add up
+  // over the lanes: those that have no item of their own get the last one,
+  // which does not exist.
+  template <typename F>
+  __device__ __forceinline__ void deal(int count, F f) const {
+    if (own >= at_once) {
+      return; // a block of not quite so many threads, of runs of many warps
+    }
 #pragma unroll 1
-  for (int first = 0; first + first_of_warp < count; first += at_once) {
-    const int item = first + run;
-    f(min(item, count - 1), threadIdx.x & (lanes - 1), item < count);
+    for (int first = 0; first + first_of_warp < count; first += at_once) {
+      const int item = first + own;
+      f(min(item, count - 1), threadIdx.x & (lanes - 1), item < count);
+    }
   }
-}
+};
 
 // A sum that carries what its additions rounded off (two-sum: Knuth, The Art of
 // Computer Programming 2, 4.2.2), so that its error does not grow with their

@@ -156,11 +156,6 @@ __global__ void __launch_bounds__(
 
   allow_next_kernel();
   exchange.begin(); // fences: before any copy
-  ParameterCopy<TY> gammas(gamma, 1, item.channels);
-  ParameterCopy<TY> betas(beta, 0, item.channels);
-  gammas.fetch(item.first_channel);
-  betas.fetch(item.first_channel);
-
   constexpr int kPixels = kRingPixels<Direction::kForward>;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
@@ -181,12 +176,10 @@ __global__ void __launch_bounds__(
     };
   };
   ring.begin(copy_from(offset));
-  gammas.store([&](int c, Acc value) {
-    parameters[parameter_place<kVector>(tiling, c)].first = value;
-  });
-  betas.store([&](int c, Acc value) {
-    parameters[parameter_place<kVector>(tiling, c)].second = value;
-  });
+  ParameterCopy<TY> gammas(gamma, 1, item.channels);
+  ParameterCopy<TY> betas(beta, 0, item.channels);
+  gammas.fetch(item.first_channel);
+  betas.fetch(item.first_channel);
 
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
@@ -196,6 +189,14 @@ __global__ void __launch_bounds__(
         Vector<T, kVector> pixel[decltype(pixels)::value];
         slab.read(place, pixel);
         moments.add(pixel);
+      });
+    }
+    if (wave == 0) {
+      gammas.store([&](int c, Acc value) {
+        parameters[parameter_place<kVector>(tiling, c)].first = value;
+      });
+      betas.store([&](int c, Acc value) {
+        parameters[parameter_place<kVector>(tiling, c)].second = value;
       });
     }
     exchange.ready(item.groups * item.parts);
@@ -227,27 +228,24 @@ __global__ void __launch_bounds__(
         bias[j] = both.second;
       }
     }
+    const Runs runs(tiling.lanes_per_exchange);
+    const Acc count =
+        static_cast<Acc>(shape.HxW) * static_cast<Acc>(shape.D.divisor());
     exchange.wait();
 
-    const int lanes = min(tiling.lanes_per_exchange, kWarpSize);
-    for_each_run(
-        exists ? item.groups : 0, lanes, [&](int g, int lane, bool valid) {
-          Moments<Acc> of_group = merge_moments<kHeldParts<kWholeChip>, Acc>(
-              lane,
-              lanes,
-              item.parts,
-              [&](int i) { return exchange.slots[g * item.parts + i]; },
-              [&](auto& sums) { sum_lanes(sums, lanes); });
-          of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
-          if (lane == 0 && valid) {
-            total[g] = of_group;
-            if (at.split == 0) {
-              const int64_t index = at.n * shape.G + item.first_group + g;
-              mean_out.set(index, of_group.mean);
-              rstd_out.set(index, of_group.second);
-            }
-          }
-        });
+    runs.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
+      Moments<Acc> of_group = merge_moments<kHeldParts<kWholeChip>, Acc>(
+          lane,
+          runs.lanes,
+          item.parts,
+          count,
+          [&](int i) { return exchange.slots[g * item.parts + i]; },
+          [&](auto& sums) { sum_lanes(sums, runs.lanes); });
+      of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
+      if (lane == 0 && valid) {
+        total[g] = of_group;
+      }
+    });
     __syncthreads();
     ++wave;
     const int64_t next_offset =
@@ -274,6 +272,13 @@ __global__ void __launch_bounds__(
               out += step;
             }
           });
+    }
+    if (at.split == 0 && exists) {
+      const int64_t first = at.n * shape.G + item.first_group;
+      for (int g = threadIdx.x; g < item.groups; g += blockDim.x) {
+        mean_out.set(first + g, total[g].mean);
+        rstd_out.set(first + g, total[g].second);
+      }
     }
     if (!kWholeChip || wave == waves.count) {
       return;
@@ -438,28 +443,26 @@ __global__ void __launch_bounds__(
           }
         });
     exchange.ready(item.groups * item.parts);
+    const int D = shape.D.divisor();
+    const Runs of_group(tiling.lanes_per_segment);
     __syncthreads();
 
-    const int D = shape.D.divisor();
-    const int of_group = tiling.lanes_per_segment;
-    for_each_run(
-        exists ? item.groups : 0, of_group, [&](int g, int lane, bool valid) {
-          Acc sum[2] = {0, 0};
-          for (int i = lane; i < D; i += of_group) {
-            const Pair<Acc> channel = channels[g * D + i];
-            sum[0] += channel.first;
-            sum[1] += channel.second;
-          }
-          sum_lanes(sum, of_group);
-          if (valid) {
-            exchange.put(
-                g * item.parts + at.split * item.parts_of_block +
-                    lane / kWarpSize,
-                {sum[0], sum[1]},
-                lane % kWarpSize,
-                min(of_group, kWarpSize));
-          }
-        });
+    of_group.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
+      Acc sum[2] = {0, 0};
+      for (int i = lane; i < D; i += of_group.lanes) {
+        const Pair<Acc> channel = channels[g * D + i];
+        sum[0] += channel.first;
+        sum[1] += channel.second;
+      }
+      sum_lanes(sum, of_group.lanes);
+      if (valid) {
+        exchange.put(
+            g * item.parts + at.split * item.parts_of_block + lane / kWarpSize,
+            {sum[0], sum[1]},
+            lane % kWarpSize,
+            min(of_group.lanes, kWarpSize));
+      }
+    });
     // Ahead of the wait, so that it hides them.
     Acc weight[kVector] = {};
     if (at.active) {
@@ -468,23 +471,22 @@ __global__ void __launch_bounds__(
         weight[j] = weights[j * tiling.columns.divisor() + at.column];
       }
     }
+    const Runs runs(tiling.lanes_per_exchange);
     exchange.wait();
 
-    const int lanes = min(tiling.lanes_per_exchange, kWarpSize);
-    for_each_run(
-        exists ? item.groups : 0, lanes, [&](int g, int lane, bool valid) {
-          Acc sum[2] = {0, 0}; // of gamma dY xhat, gamma dY
+    runs.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
+      Acc sum[2] = {0, 0}; // of gamma dY xhat, gamma dY
 #pragma unroll(kHeldParts<kWholeChip>)
-          for (int i = lane; i < item.parts; i += lanes) {
-            const Pair<Acc> part = exchange.slots[g * item.parts + i];
-            sum[0] += part.first;
-            sum[1] += part.second;
-          }
-          sum_lanes(sum, lanes);
-          if (lane == 0 && valid) {
-            total[g] = {sum[1] * per_group, sum[0] * per_group};
-          }
-        });
+      for (int i = lane; i < item.parts; i += runs.lanes) {
+        const Pair<Acc> part = exchange.slots[g * item.parts + i];
+        sum[0] += part.first;
+        sum[1] += part.second;
+      }
+      sum_lanes(sum, runs.lanes);
+      if (lane == 0 && valid) {
+        total[g] = {sum[1] * per_group, sum[0] * per_group};
+      }
+    });
     __syncthreads();
     ++wave;
     const int64_t next_offset =

@@ -96,18 +96,20 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   const Moments<Acc>* const own =
       partial + n * tiling.splits.divisor() * slots + group + first_tile;
 
+  const Acc total = static_cast<Acc>(shape.HxW) * shape.D.divisor();
+
   allow_next_kernel();
   wait_for_previous_kernel();
   Moments<Acc> of_group = merge_moments<1, Acc>(
       team.rank(),
       team.size(),
       tiles * tiling.splits.divisor(),
+      total,
       [&](int i) {
         const int split = i / tiles;
         return own[static_cast<int64_t>(split) * slots + i - split * tiles];
       },
       [&](auto& sums) { team.sum(sums); });
-  const Acc total = static_cast<Acc>(shape.HxW) * shape.D.divisor();
   of_group.second = reciprocal_sqrt(of_group.second / total + eps);
 
   if (!idle && team.rank() == 0) {
