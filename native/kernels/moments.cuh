@@ -122,14 +122,18 @@ struct DeviationSums {
   }
 };
 
-// The moments of all of read(0), ..., read(parts - 1), which have `count`
-// elements in all. This thread reads each `step`-th from `first` on, the first
-// kHeld at once and once only; sum(x) makes the array x the sums over the
-// threads that share them, and all of them get the result.
+// The moments of all of read(0), ..., read(parts - 1), of which this thread
+// reads each `step`-th from `first` on, the first kHeld at once and once only;
+// sum(x) makes the array x the sums over the threads that share them, and all
+// of them get the result. known_count, unless it is null: their elements.
 template <int kHeld, typename Acc, typename Read, typename Sum>
-__device__ __forceinline__ Moments<Acc>
-merge_moments(int first, int step, int parts, Acc count, Read read, Sum sum) {
-  const Acc per_count = count > 0 ? reciprocal(count) : 0;
+__device__ __forceinline__ Moments<Acc> merge_moments(
+    int first,
+    int step,
+    int parts,
+    Read read,
+    Sum sum,
+    const Acc* known_count = nullptr) {
   Moments<Acc> held[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -140,18 +144,31 @@ merge_moments(int first, int step, int parts, Acc count, Read read, Sum sum) {
       held[i].count = 0;
     }
   }
-  Acc total[1] = {0}; // of n_i m_i
+  Acc totals[2] = {0, 0}; // of n_i m_i, n_i
+  const auto add = [&](const Moments<Acc>& part) {
+    totals[0] += part.count * part.mean;
+    totals[1] += part.count;
+  };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    total[0] += held[i].count * held[i].mean;
+    add(held[i]);
   }
 #pragma unroll 1
   for (int i = first + kHeld * step; i < parts; i += step) {
-    const Moments<Acc> part = read(i);
-    total[0] += part.count * part.mean;
+    add(read(i));
   }
-  sum(total);
-  const Acc near_mean = total[0] * per_count;
+  Acc count;
+  if (known_count != nullptr) {
+    Acc of_mean[1] = {totals[0]};
+    sum(of_mean);
+    totals[0] = of_mean[0];
+    count = *known_count;
+  } else {
+    sum(totals);
+    count = totals[1];
+  }
+  const Acc per_count = count > 0 ? reciprocal(count) : 0;
+  const Acc near_mean = totals[0] * per_count;
 
   DeviationSums<Acc> deviations;
 #pragma unroll
@@ -279,8 +296,6 @@ __device__ __forceinline__ void fold_segments(
         lane,
         runs.lanes,
         (end - begin) * rows,
-        static_cast<Acc>((end - begin) << merge_shift) *
-            static_cast<Acc>(at.pixels),
         [&](int i) -> Moments<Acc> {
           const int channel = tiling.rows.quotient(i);
           const int row = i - channel * rows;

@@ -238,9 +238,9 @@ __global__ void __launch_bounds__(
           lane,
           runs.lanes,
           item.parts,
-          count,
           [&](int i) { return exchange.slots[g * item.parts + i]; },
-          [&](auto& sums) { sum_lanes(sums, runs.lanes); });
+          [&](auto& sums) { sum_lanes(sums, runs.lanes); },
+          &count);
       of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
       if (lane == 0 && valid) {
         total[g] = of_group;

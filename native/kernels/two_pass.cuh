@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
       team.rank(),
       team.size(),
       tiles * tiling.splits.divisor(),
-      total,
       [&](int i) {
         const int split = i / tiles;
         return own[static_cast<int64_t>(split) * slots + i - split * tiles];
       },
-      [&](auto& sums) { team.sum(sums); });
+      [&](auto& sums) { team.sum(sums); },
+      &total);
   of_group.second = reciprocal_sqrt(of_group.second / total + eps);
 
   if (!idle && team.rank() == 0) {
