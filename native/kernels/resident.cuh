@@ -156,6 +156,10 @@ __global__ void __launch_bounds__(
 
   allow_next_kernel();
   exchange.begin(); // fences: before any copy
+  ParameterCopy<TY> gammas(gamma, 1, item.channels);
+  ParameterCopy<TY> betas(beta, 0, item.channels);
+  gammas.fetch(item.first_channel);
+  betas.fetch(item.first_channel);
   constexpr int kPixels = kRingPixels<Direction::kForward>;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
@@ -176,10 +180,12 @@ __global__ void __launch_bounds__(
     };
   };
   ring.begin(copy_from(offset));
-  ParameterCopy<TY> gammas(gamma, 1, item.channels);
-  ParameterCopy<TY> betas(beta, 0, item.channels);
-  gammas.fetch(item.first_channel);
-  betas.fetch(item.first_channel);
+  gammas.store([&](int c, Acc value) {
+    parameters[parameter_place<kVector>(tiling, c)].first = value;
+  });
+  betas.store([&](int c, Acc value) {
+    parameters[parameter_place<kVector>(tiling, c)].second = value;
+  });
 
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
@@ -189,14 +195,6 @@ __global__ void __launch_bounds__(
         Vector<T, kVector> pixel[decltype(pixels)::value];
         slab.read(place, pixel);
         moments.add(pixel);
-      });
-    }
-    if (wave == 0) {
-      gammas.store([&](int c, Acc value) {
-        parameters[parameter_place<kVector>(tiling, c)].first = value;
-      });
-      betas.store([&](int c, Acc value) {
-        parameters[parameter_place<kVector>(tiling, c)].second = value;
       });
     }
     exchange.ready(item.groups * item.parts);
@@ -244,6 +242,11 @@ __global__ void __launch_bounds__(
       of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
       if (lane == 0 && valid) {
         total[g] = of_group;
+        if (at.split == 0) {
+          const int64_t index = at.n * shape.G + item.first_group + g;
+          mean_out.set(index, of_group.mean);
+          rstd_out.set(index, of_group.second);
+        }
       }
     });
     __syncthreads();
@@ -272,13 +275,6 @@ __global__ void __launch_bounds__(
               out += step;
             }
           });
-    }
-    if (at.split == 0 && exists) {
-      const int64_t first = at.n * shape.G + item.first_group;
-      for (int g = threadIdx.x; g < item.groups; g += blockDim.x) {
-        mean_out.set(first + g, total[g].mean);
-        rstd_out.set(first + g, total[g].second);
-      }
     }
     if (!kWholeChip || wave == waves.count) {
       return;
