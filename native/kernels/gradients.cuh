@@ -211,47 +211,52 @@ __device__ __forceinline__ void fold_rows(
   });
 }
 
-// dgamma, dbeta: column sums of the [N * splits, C] array of sums. A block
-// takes kParameterChannels channels; each thread a kParameterRows-th of their
-// rows, compensated (see reduce.cuh), since the rows may be many.
+// Channels of dgamma and dbeta that a block takes at once.
 constexpr int kParameterChannels = 8;
-constexpr int kParameterRows = kMaxThreads / kParameterChannels;
 
+// dgamma and dbeta of kParameterChannels channels, from `first` on: column sums
+// of the [rows, C] array `sums`. Each thread takes an `at_once`-th of the rows,
+// compensated (see reduce.cuh), since they may be many. `shared` has room for
+// two sums of each of the at_once * kParameterChannels threads of the block,
+// all of which must call.
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads) parameter_gradients(
+__device__ __forceinline__ void sum_parameter_gradients(
     int C,
     int64_t rows,
-    const Pair<Accumulator<T>>* __restrict__ sums,
+    int at_once,
+    int first,
+    const Pair<Accumulator<T>>* sums,
+    CompensatedSum<Accumulator<T>>* shared,
     ParameterOut<T> dgamma,
     ParameterOut<T> dbeta) {
   using Acc = Accumulator<T>;
-  const int column = threadIdx.x % kParameterChannels;
   const int row = threadIdx.x / kParameterChannels;
-  const int channel = blockIdx.x * kParameterChannels + column;
+  const int channel = first + threadIdx.x % kParameterChannels;
 
-  wait_for_previous_kernel();
   auto ds = CompensatedSum<Acc>::zero();
   auto db = CompensatedSum<Acc>::zero();
   if (channel < C) {
 #pragma unroll 4
-    for (int64_t r = row; r < rows; r += kParameterRows) {
+    for (int64_t r = row; r < rows; r += at_once) {
       const Pair<Acc> sum = sums[r * C + channel];
       ds.add(sum.first);
       db.add(sum.second);
     }
   }
-  __shared__ CompensatedSum<Acc> ds_of_row[kParameterRows][kParameterChannels];
-  __shared__ CompensatedSum<Acc> db_of_row[kParameterRows][kParameterChannels];
-  ds_of_row[row][column] = ds;
-  db_of_row[row][column] = db;
-  for (int half = kParameterRows / 2; half > 0; half /= 2) {
+  CompensatedSum<Acc>* const own_ds = shared + threadIdx.x;
+  CompensatedSum<Acc>* const own_db = own_ds + at_once * kParameterChannels;
+  *own_ds = ds;
+  *own_db = db;
+  for (int left = at_once; left > 1;) {
+    const int half = (left + 1) / 2;
     __syncthreads();
-    if (row < half) {
-      ds.add(ds_of_row[row + half][column]);
-      db.add(db_of_row[row + half][column]);
-      ds_of_row[row][column] = ds;
-      db_of_row[row][column] = db;
+    if (row + half < left) {
+      ds.add(own_ds[half * kParameterChannels]);
+      db.add(own_db[half * kParameterChannels]);
+      *own_ds = ds;
+      *own_db = db;
     }
+    left = half;
   }
   if (row == 0 && channel < C) {
     if (dgamma.data != nullptr) {
@@ -261,6 +266,27 @@ __global__ void __launch_bounds__(kMaxThreads) parameter_gradients(
       dbeta.set(channel, db.value());
     }
   }
+}
+
+// dgamma and dbeta, as a kernel: a block for each kParameterChannels channels.
+template <typename T>
+__global__ void __launch_bounds__(kMaxThreads) parameter_gradients(
+    int C,
+    int64_t rows,
+    const Pair<Accumulator<T>>* __restrict__ sums,
+    ParameterOut<T> dgamma,
+    ParameterOut<T> dbeta) {
+  wait_for_previous_kernel();
+  __shared__ CompensatedSum<Accumulator<T>> of_threads[2 * kMaxThreads];
+  sum_parameter_gradients<T>(
+      C,
+      rows,
+      kMaxThreads / kParameterChannels,
+      blockIdx.x * kParameterChannels,
+      sums,
+      of_threads,
+      dgamma,
+      dbeta);
 }
 
 } // namespace gn_override

@@ -290,8 +290,9 @@ __global__ void __launch_bounds__(
 
 // -- backward ----------------------------------------------------------------
 
-// dX unless it is null, and sums[n][split][c] = (sum dZ xhat, sum dZ) for
-// parameter_gradients unless `sums` is null. per_group and of_chip: as forward.
+// dX unless it is null, and unless `sums` is null, sums[n][split][c] =
+// (sum dZ xhat, sum dZ), from which a cluster leaves dgamma and dbeta to
+// parameter_gradients. per_group and of_chip: as forward.
 template <typename T, typename TY, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
@@ -311,7 +312,9 @@ __global__ void __launch_bounds__(
         Activation activation, // kFused alone
         Pair<Accumulator<T>>* of_chip,
         Pair<Accumulator<T>>* __restrict__ sums,
-        T* __restrict__ dX) {
+        T* __restrict__ dX,
+        ParameterOut<TY> dgamma,
+        ParameterOut<TY> dbeta) {
   using Acc = Accumulator<T>;
   Position at = position_in_cluster_order(shape, tiling, kVector);
   const Item<kVector> item(shape, tiling, at);
@@ -527,7 +530,7 @@ __global__ void __launch_bounds__(
           });
     }
     if (!kWholeChip || wave == waves.count) {
-      return;
+      break;
     }
     at.n += waves.samples;
     offset = next_offset;
@@ -535,6 +538,27 @@ __global__ void __launch_bounds__(
     if constexpr (kWholeChip) {
       exchange.slots += int64_t{1} * waves.samples * shape.G * item.parts;
       __syncthreads(); // the moments of this wave have been read
+    }
+  }
+
+  // All blocks' sums were there when they met for the last time. Theirs take
+  // the slab's place, in which each thread has a ring at least.
+  static_assert(
+      kRingAhead<true> * kPixels * kVector * (sizeof(T) + sizeof(TY)) >=
+      2 * sizeof(CompensatedSum<Acc>));
+  if (kWholeChip && sums != nullptr) {
+    for (int first = blockIdx.x * kParameterChannels; first < shape.C;
+         first += gridDim.x * kParameterChannels) {
+      __syncthreads(); // the slab has been read, or the sums before
+      sum_parameter_gradients<TY>(
+          shape.C,
+          shape.N * tiling.splits.divisor(),
+          static_cast<int>(blockDim.x) / kParameterChannels,
+          first,
+          sums,
+          reinterpret_cast<CompensatedSum<Acc>*>(shared),
+          dgamma,
+          dbeta);
     }
   }
 }

@@ -123,9 +123,11 @@ cudaError_t resident_backward(
             problem.activation, // kFused alone
             of_chip,
             sums,
-            static_cast<T*>(arguments.dX));
+            static_cast<T*>(arguments.dX),
+            ParameterOut<TY>{arguments.dgamma, is_float},
+            ParameterOut<TY>{arguments.dbeta, is_float});
       });
-  if (error != cudaSuccess) {
+  if (error != cudaSuccess || plan.scheme == Scheme::kCooperative) {
     return error;
   }
   return launch_parameter_gradients<TY>(problem, rows, sums, arguments, stream);
