@@ -1,7 +1,7 @@
 """Whole models in channels_last, stock against gn_override: the "Whole models" table.
 
     pip install diffusers timm
-    python tools/bench_models.py --output models-h200   # on a GPU; three minutes on an H200
+    python tools/bench_models.py --output models-h200   # on a GPU; five minutes on an H200
     python tools/bench_models.py --rows unet,vae
     python tools/bench_models.py --device cpu --tiny    # tries the script; the times mean nothing
 
@@ -11,7 +11,8 @@ and gradients) are compared with the same model in float32: the override's relat
 last place. A row that fails is not timed, and the exit status is 1.
 
 Each model has rows of its own for `gn_override.fuse(model)`: the override's column is then the
-model with its norms and activations fused.
+model with its norms and activations fused. Models for inference have one compiled as a whole graph,
+where the pass over that graph fuses them: stock is Inductor's own norm.
 
 Times are medians in milliseconds, the variants taken in turns; GPU times come from events.
 """
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +162,16 @@ def calls_taken() -> int:
 
 
 def check(
-    row: Row, step: Step, reference: Step, dtype: torch.dtype, fused: Step | None = None
+    row: Row,
+    step: Step,
+    reference: Step,
+    dtype: torch.dtype,
+    ours: Step | None = None,
+    calls: int | None = None,
 ) -> bool:
-    """Fill the row's errors, the override's from the fused step if there is one.
+    """Fill the row's errors, the override's from a step of its own if there is one.
 
-    True if they are within the bound.
+    True if they are within the bound. `calls` are the override's, if they cannot be counted here.
     """
     with gn_override.disabled(), exact_float32():
         expected = reference()
@@ -172,8 +179,8 @@ def check(
         row.error_stock = relative_error(step(), expected)
     before = calls_taken()
     with gn_override.enabled():
-        row.error_override = relative_error((fused or step)(), expected)
-    row.calls = calls_taken() - before
+        row.error_override = relative_error((ours or step)(), expected)
+    row.calls = calls_taken() - before if calls is None else calls
     row.error_bound = 1.1 * row.error_stock + torch.finfo(dtype).eps
     verdict = "ok" if row.parity else "FAILED"
     log(
@@ -204,7 +211,7 @@ def split(row: Row, fused: Row) -> list[Row]:
 class Variant:
     """One column of a row: a step, and the state of the switch that it runs under."""
 
-    step: Callable[[], object]
+    step: Step
     on: bool = False
 
     def switch(self) -> AbstractContextManager[None]:
@@ -256,8 +263,13 @@ def captured(variant: Variant) -> Variant:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            variant.step()
-    return Variant(graph.replay, variant.on)
+            output = variant.step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return Variant(replay, variant.on)
 
 
 def inference(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Step:
@@ -266,6 +278,28 @@ def inference(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Step:
             return call(model)
 
     return step
+
+
+def bench_compiled(
+    name: str,
+    model: nn.Module,
+    step_of: Callable[[nn.Module], Step],
+    reference: Step,
+    dtype: torch.dtype,
+    setting: Setting,
+) -> Row:
+    """The model, or its decoder alone if it has one, compiled as one graph and replayed."""
+    row = Row(f"{name}, torch.compile and CUDA graph{FUSED}")
+    variants, calls = {}, 0
+    for key, on in (("stock", False), ("override", True)):
+        net = copy.deepcopy(model)
+        getattr(net, "decoder", net).compile(fullgraph=True)
+        before = calls_taken()
+        variants[key] = captured(Variant(step_of(net), on))
+        calls = calls_taken() - before
+    if check(row, variants["stock"].step, reference, dtype, variants["override"].step, calls):
+        measure(row, variants, setting)
+    return row
 
 
 def bench_inference(
@@ -303,6 +337,10 @@ def bench_inference(
         "floor": Variant(step_of(without_norms(model), last, dtype)),
     }
     rows = []
+    if setting.device == "cuda":
+        with phase("compiled"):
+            of_layout = partial(step_of, layout=last, kind=dtype)
+            rows.append(bench_compiled(name, model, of_layout, reference, dtype, setting))
     if graph and setting.device == "cuda":
         graphs = [
             replace(row, name=row.name.replace("eager", "CUDA graph"), times={}, peak_gb={})
@@ -310,7 +348,7 @@ def bench_inference(
         ]
         with phase("CUDA graph"):
             measure(graphs[0], {key: captured(v) for key, v in variants.items()}, setting)
-        rows = split(*graphs)
+        rows += split(*graphs)
     with phase("eager"):
         measure(eager, variants, setting)
     return rows + split(eager, fused)
@@ -404,7 +442,10 @@ def peak_gb(variant: Variant) -> float:
 
 
 def bench_resnet(setting: Setting) -> list[Row]:
-    """timm resnet50_gn training, batch 64, in bf16 and with bf16 autocast over float32."""
+    """timm resnet50_gn training, batch 64, in bf16 and with bf16 autocast over float32.
+
+    Autocast in both modes of set_autocast(), which changes nothing in stock.
+    """
     import timm
 
     batch, size = (2, 64) if setting.tiny else (64, 224)
@@ -412,8 +453,13 @@ def bench_resnet(setting: Setting) -> list[Row]:
     labels = torch.randint(1000, (batch,), device=setting.device)
     last, first = torch.channels_last, torch.contiguous_format
     rows = []
-    for autocast in (None, torch.bfloat16):
-        kind = "bf16 autocast, fp32 parameters" if autocast else "bf16"
+    cast = "bf16 autocast, fp32 parameters"
+    for autocast, mode, kind in (
+        (None, "float32", "bf16"),
+        (torch.bfloat16, "float32", cast),
+        (torch.bfloat16, "preserve", f'{cast}, set_autocast("preserve")'),
+    ):
+        gn_override.set_autocast(mode)
         row, fused_row = (
             Row(
                 f"timm resnet50_gn training, batch 64, {kind}{end}", floor="resnet50 with BatchNorm"
@@ -475,6 +521,7 @@ def bench_resnet(setting: Setting) -> list[Row]:
         with phase("timing"):
             measure(row, variants, setting)
         rows += split(row, fused_row)
+    gn_override.set_autocast("float32")
     return rows
 
 
@@ -511,10 +558,12 @@ def table(rows: Sequence[Row]) -> str:
             continue
         t = row.times
         peak = " / ".join(f"{row.peak_gb[k]:.2f}" for k in ("stock", "override") if row.peak_gb)
+        rest = " ".join(
+            f"{t[key]:>9.2f}" if key in t else f"{'-':>9}" for key in ("stock_nchw", "floor")
+        )
         lines.append(
             f"{row.name:<{width}} {t['stock']:>9.2f} {t['override']:>9.2f} "
-            f"{t['stock'] / t['override']:>8.2f}x {t['stock_nchw']:>9.2f} {t['floor']:>9.2f}"
-            f"  {peak}"
+            f"{t['stock'] / t['override']:>8.2f}x {rest}  {peak}"
         )
     return "\n".join(lines)
 

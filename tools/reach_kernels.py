@@ -23,8 +23,9 @@ import shapes
 import gn_override  # noqa: F401  (loads the extension and switches on)
 
 # Vectors of 8, 2 and 1; more than one column tile; samples that waves and clusters share unevenly.
+# Of clusters of 16 blocks not more than run at once: synccheck (CUDA 13.0) cannot run them then.
 CASES = (
-    shapes.Case("d10", (5, 40, 13, 11), 4),
+    shapes.Case("d10", (1, 40, 13, 11), 4),
     shapes.Case("vectors_of_two", (3, 6, 9, 31), 3),
     shapes.Case("odd", (3, 9, 7, 11), 3),
     shapes.Case("many_tiles", (2, 1040, 7, 5), 26),

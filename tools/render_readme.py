@@ -74,13 +74,12 @@ def models(content: dict[str, Any]) -> str:
                 number(times["stock"]),
                 number(times["override"]),
                 _ratio(times["stock"], times["override"]),
-                number(times["stock_nchw"]),
-                number(times["floor"]),
+                *(number(times[key]) if key in times else "-" for key in ("stock_nchw", "floor")),
                 f"{peak['stock']:.2f} / {peak['override']:.2f}" if peak else "-",
             ]
         )
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", "stock NCHW", "floor"]
-    floors = sorted({row["floor"] for row in content["rows"]})
+    floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
     return (
         table([*header, "peak GB, stock / ours"], rows)
         + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}.\n"
