@@ -38,6 +38,7 @@ from reference import (
     ulp,
 )
 from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, Case, cpu_subset
+from test_parity import for_gpu
 from test_schemes import CASES as SCHEME_CASES
 from test_schemes import DTYPES as SCHEME_DTYPES
 from test_schemes import PINS, assert_same_bits, pin  # noqa: F401  (a fixture)
@@ -242,7 +243,7 @@ def test_eps(device, case, dtypes, eps):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("case", KERNEL_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", for_gpu(KERNEL_CASES))
 def test_benchmark_shapes(case):
     check(make_inputs(case, "cuda", getattr(torch, case.dtype)), "silu")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -109,13 +110,17 @@ def test_cpu_benchmark_shapes(case):
     assert_parity(run_ours(inputs), inputs)
 
 
+def for_gpu(cases: Iterable[Case]) -> list[Any]:
+    """Parameters; the reference of the largest takes tens of GiB."""
+    return [
+        pytest.param(case, id=case.id, marks=[pytest.mark.large] * (case.numel > 1 << 28))
+        for case in cases
+    ]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.id, marks=[pytest.mark.large] * (case.numel > 1 << 28))
-        for case in (*KERNEL_CASES, *(case for case in MODEL_CASES if not case.fits_cpu))
-    ],
+    "case", for_gpu((*KERNEL_CASES, *(case for case in MODEL_CASES if not case.fits_cpu)))
 )
 def test_gpu_benchmark_and_model_shapes(case):
     inputs = make_inputs(case, "cuda", getattr(torch, case.dtype))

@@ -265,7 +265,7 @@ def captured(variant: Variant) -> Variant:
         with torch.cuda.graph(graph):
             output = variant.step()
 
-    def replay() -> Tensor:
+    def replay(_keeps: Variant = variant) -> Tensor:  # the model, whose memory the graph reads
         graph.replay()
         return output
 
@@ -283,13 +283,19 @@ def inference(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Step:
 def bench_compiled(
     name: str,
     model: nn.Module,
-    step_of: Callable[[nn.Module], Step],
-    reference: Step,
-    dtype: torch.dtype,
+    call: Callable[[nn.Module, torch.memory_format, torch.dtype], Tensor],
     setting: Setting,
-) -> Row:
+) -> list[Row]:
     """The model, or its decoder alone if it has one, compiled as one graph and replayed."""
     row = Row(f"{name}, torch.compile and CUDA graph{FUSED}")
+    dtype, last = torch.float16, torch.channels_last
+    model = placed(model, setting.device, dtype, last).eval()
+    exact = copy.deepcopy(model).to(torch.float32)
+    reference = inference(exact, lambda m: call(m, last, torch.float32))
+
+    def step_of(net: nn.Module) -> Step:
+        return inference(net, lambda m: call(m, last, dtype))
+
     variants, calls = {}, 0
     for key, on in (("stock", False), ("override", True)):
         net = copy.deepcopy(model)
@@ -299,7 +305,7 @@ def bench_compiled(
         calls = calls_taken() - before
     if check(row, variants["stock"].step, reference, dtype, variants["override"].step, calls):
         measure(row, variants, setting)
-    return row
+    return [row]
 
 
 def bench_inference(
@@ -337,10 +343,6 @@ def bench_inference(
         "floor": Variant(step_of(without_norms(model), last, dtype)),
     }
     rows = []
-    if setting.device == "cuda":
-        with phase("compiled"):
-            of_layout = partial(step_of, layout=last, kind=dtype)
-            rows.append(bench_compiled(name, model, of_layout, reference, dtype, setting))
     if graph and setting.device == "cuda":
         graphs = [
             replace(row, name=row.name.replace("eager", "CUDA graph"), times={}, peak_gb={})
@@ -348,13 +350,13 @@ def bench_inference(
         ]
         with phase("CUDA graph"):
             measure(graphs[0], {key: captured(v) for key, v in variants.items()}, setting)
-        rows += split(*graphs)
+        rows = split(*graphs)
     with phase("eager"):
         measure(eager, variants, setting)
     return rows + split(eager, fused)
 
 
-def bench_unet(setting: Setting) -> list[Row]:
+def bench_unet(setting: Setting, compiled: bool = False) -> list[Row]:
     """One denoising step of the Stable Diffusion 1.5 UNet, batch 2."""
     from diffusers import UNet2DConditionModel
     from diffusers.utils import logging
@@ -377,10 +379,13 @@ def bench_unet(setting: Setting) -> list[Row]:
         output: Tensor = net(x, timestep, encoder_hidden_states=context, return_dict=False)[0]
         return output
 
-    return bench_inference("SD 1.5 UNet step, batch 2, 64x64 latents", model, call, setting, True)
+    name = "SD 1.5 UNet step, batch 2, 64x64 latents"
+    if compiled:
+        return bench_compiled(name, model, call, setting)
+    return bench_inference(name, model, call, setting, graph=True)
 
 
-def bench_vae(setting: Setting) -> list[Row]:
+def bench_vae(setting: Setting, compiled: bool = False) -> list[Row]:
     """The Stable Diffusion VAE decoder, 1024x1024 pixels."""
     from diffusers import AutoencoderKL
     from diffusers.utils import logging
@@ -397,7 +402,10 @@ def bench_vae(setting: Setting) -> list[Row]:
         output: Tensor = net.decode(x, return_dict=False)[0]  # type: ignore[operator]
         return output
 
-    return bench_inference("SD VAE decode, 1024x1024", model, call, setting, False)
+    name = "SD VAE decode, 1024x1024"
+    if compiled:
+        return bench_compiled(name, model, call, setting)
+    return bench_inference(name, model, call, setting, graph=False)
 
 
 def training(
@@ -529,6 +537,8 @@ BENCHES: dict[str, Callable[[Setting], list[Row]]] = {
     "unet": bench_unet,
     "vae": bench_vae,
     "resnet": bench_resnet,
+    "unet_compiled": partial(bench_unet, compiled=True),
+    "vae_compiled": partial(bench_vae, compiled=True),
 }
 
 
@@ -570,17 +580,19 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rows", default="unet,vae,resnet", help="comma-separated; default: all")
+    parser.add_argument("--rows", default="", help="comma-separated; default: all that can run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a variant")
     parser.add_argument("--output", default="", help="name of the results file to write")
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
     options = parser.parse_args(argv)
-    names = options.rows.split(",")
+    on_gpu = [name for name in BENCHES if name.endswith("compiled")]  # into a CUDA graph
+    here = [name for name in BENCHES if options.device == "cuda" or name not in on_gpu]
+    names = options.rows.split(",") if options.rows else here
     for name in names:
-        if name not in BENCHES:
-            parser.error(f"--rows: {name} is none of {', '.join(BENCHES)}")
+        if name not in here:
+            parser.error(f"--rows: {name} is none of {', '.join(here)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here (--device cpu --tiny tries the script)")
 
@@ -592,10 +604,10 @@ def main(argv: Sequence[str]) -> int:
         rows += BENCHES[name](setting)
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    if options.output:
-        lines = [asdict(row) | {"parity": row.parity} for row in rows]
-        head = machine(options.device) | {"tiny": options.tiny}
-        log(f"wrote {results.write(options.output, head | {'rows': lines}, options.folder)}")
+        if options.output:
+            lines = [asdict(row) | {"parity": row.parity} for row in rows]
+            head = machine(options.device) | {"tiny": options.tiny}
+            log(f"wrote {results.write(options.output, head | {'rows': lines}, options.folder)}")
     log(f"{time.perf_counter() - begin:.0f} s")
     print(table(rows))
     return 0 if all(row.parity for row in rows) else 1
