@@ -660,10 +660,10 @@ def test_a_level_without_its_sanitizer(monkeypatch):
 def test_levels_that_ran_replace_their_rows():
     old = [{"level": "a", "result": "failed (1)"}, {"level": "b", "result": "passed"}]
     new = [{"level": "a", "result": "passed"}, {"level": "c", "result": "passed"}]
-    rows = verify_gpu.merged(old, new, ["c", "a", "b"])
+    rows = results.merged(old, new, "level")
     assert [(row["level"], row["result"]) for row in rows] == [
-        ("c", "passed"),
         ("a", "passed"),
         ("b", "passed"),
+        ("c", "passed"),
     ]
     assert "a             passed" in verify_gpu.table(rows)

@@ -14,7 +14,8 @@ Each model has rows of its own for `gn_override.fuse(model)`: the override's col
 model with its norms and activations fused. Models for inference have one compiled as a whole graph,
 where the pass over that graph fuses them: stock is Inductor's own norm.
 
-Times are medians in milliseconds, the variants taken in turns; GPU times come from events.
+Times are medians in milliseconds, the variants taken in turns; GPU times come from events. Rows of
+the results file that were not measured again stay, with their own commit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.metadata
+import json
 import statistics
 import sys
 import time
@@ -608,9 +610,13 @@ def main(argv: Sequence[str]) -> int:
         if options.device == "cuda":
             torch.cuda.empty_cache()
         if options.output:
-            lines = [asdict(row) | {"parity": row.parity} for row in rows]
+            path = options.folder / f"{options.output}.json"
+            before = json.loads(path.read_text())["rows"] if path.exists() else []
             head = machine(options.device) | {"tiny": options.tiny}
-            log(f"wrote {results.write(options.output, head | {'rows': lines}, options.folder)}")
+            where = {"commit": head["commit"], "date": head["date"]}
+            lines = [asdict(row) | {"parity": row.parity} | where for row in rows]
+            head["rows"] = results.merged(before, lines, "name")
+            log(f"wrote {results.write(options.output, head, options.folder)}")
     log(f"{time.perf_counter() - begin:.0f} s")
     print(table(rows))
     return 0 if all(row.parity for row in rows) else 1

@@ -65,7 +65,7 @@ def models(content: dict[str, Any]) -> str:
     rows = []
     for row in content["rows"]:
         if not row["parity"]:
-            rows.append([row["name"], "parity failed", "-", "-", "-", "-", "-"])
+            rows.append([row["name"], "parity failed", *["-"] * 5, row["commit"]])
             continue
         times, peak = row["times"], row["peak_gb"]
         rows.append(
@@ -76,13 +76,17 @@ def models(content: dict[str, Any]) -> str:
                 _ratio(times["stock"], times["override"]),
                 *(number(times[key]) if key in times else "-" for key in ("stock_nchw", "floor")),
                 f"{peak['stock']:.2f} / {peak['override']:.2f}" if peak else "-",
+                row["commit"] + ("*" if row.get("note") else ""),
             ]
         )
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", "stock NCHW", "floor"]
     floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
+    notes = "".join(
+        f" \\*: {n}." for n in sorted({row.get("note", "") for row in content["rows"]}) if n
+    )
     return (
-        table([*header, "peak GB, stock / ours"], rows)
-        + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}.\n"
+        table([*header, "peak GB, stock / ours", "commit"], rows)
+        + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}.{notes}\n"
     )
 
 

@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,13 @@ def command() -> str:
             at = words.index(option)
             del words[at : at + 2]
     return shlex.join(["python", *words])
+
+
+def merged(
+    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], key: str
+) -> list[dict[str, Any]]:
+    """The rows, in the order in which they first came; of rows with the same key the newest."""
+    return list({row[key]: row for row in (*old, *new)}.values())
 
 
 def _cpu_model() -> str:

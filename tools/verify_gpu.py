@@ -194,14 +194,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def merged(
-    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], order: Sequence[str]
-) -> list[dict[str, Any]]:
-    """The rows of the levels, those that ran now in place of those of before."""
-    rows = {row["level"]: row for row in (*old, *new)}
-    return [rows[name] for name in order if name in rows]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("levels", nargs="*", help="names of levels; default: all")
@@ -236,7 +228,8 @@ def main() -> int:
                 path = arguments.folder / f"{arguments.output}.json"
                 before = json.loads(path.read_text())["rows"] if path.exists() else []
                 content = results.machine(arguments.device)
-                content["rows"] = merged(before, rows, list(known))
+                together = results.merged(before, rows, "level")
+                content["rows"] = sorted(together, key=lambda row: list(known).index(row["level"]))
                 results.write(arguments.output, content, arguments.folder)
     print(table(rows))
     return int(any(row["result"].startswith("failed") for row in rows))
