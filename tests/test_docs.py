@@ -346,13 +346,15 @@ def test_readme_renders_every_row(tmp_path, monkeypatch):
     }
     times = {"stock": 10.0, "override": 5.0, "stock_nchw": 8.0, "floor": 4.0}
     row = {"name": "net", "parity": True, "times": times, "floor": "no norms", "peak_gb": {}}
+    row["commit"] = "1234567"
     slower = row | {"name": "slow", "times": times | {"override": 20.0}}
-    failed = row | {"name": "bad", "parity": False, "times": {}}
+    failed = row | {"name": "bad", "parity": False, "times": {}, "note": "in a storm"}
     (tmp_path / "models-x.json").write_text(json.dumps(head | {"rows": [row, slower, failed]}))
     text = "a\n<!-- results: models-x -->\nold\n<!-- end results -->\nb\n"
     rendered = render_readme.render(text, tmp_path)
     assert "| net | 10 | 5 | 2.00x | 8 | 4 | - |" in rendered
     assert "| slow | 10 | 20 | 0.50x |" in rendered and "parity failed" in rendered
+    assert "in a storm" in rendered
     assert "GPU-X" in rendered and "abc" in rendered and "old" not in rendered
     assert render_readme.render(rendered, tmp_path) == rendered
 
