@@ -183,7 +183,7 @@ std::string explain(const Problem& problem, const Device& device) {
       }
     }
     if (failed.empty()) {
-      failed = quoted("a shape that it is estimated to be fastest for");
+      failed = quoted("a plan that fits and is estimated to be the fastest");
     }
     declined += std::string(declined.empty() ? "" : ", ") +
         "{\"rule\": " + quoted(rule.name) + ", \"failed\": [" + failed + "]}";
