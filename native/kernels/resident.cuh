@@ -160,6 +160,7 @@ __global__ void __launch_bounds__(
   ParameterCopy<TY> betas(beta, 0, item.channels);
   gammas.fetch(item.first_channel);
   betas.fetch(item.first_channel);
+
   constexpr int kPixels = kRingPixels<Direction::kForward>;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
