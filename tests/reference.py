@@ -48,6 +48,8 @@ import torch
 from shapes import Case
 from torch import Tensor
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 Mask = tuple[bool, bool, bool]
 ALL: Mask = (True, True, True)
 MASKS: tuple[Mask, ...] = tuple(
@@ -228,8 +230,7 @@ def override_off() -> Iterator[None]:
 
 def _stock_format(X: Tensor) -> torch.memory_format:
     """X's own layout where stock has kernels for it: on CPU, and from 2.15 on CUDA."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if X.is_cpu or version >= (2, 15):
+    if X.is_cpu or TORCH >= (2, 15):
         return torch._prims_common.suggest_memory_format(X)
     return torch.contiguous_format
 
@@ -283,7 +284,12 @@ def stock(inputs: Inputs, mask: Mask = ALL) -> Results:
 ORDERS = 4
 
 
-def stock_in_order(inputs: Inputs, mask: Mask, seed: int) -> Results:
+def stock_in_other_orders(inputs: Inputs, mask: Mask = ALL) -> list[Results]:
+    """Of all ORDERS but the one in which the operands are given."""
+    return [_stock_in_order(inputs, mask, seed) for seed in range(1, ORDERS)]
+
+
+def _stock_in_order(inputs: Inputs, mask: Mask, seed: int) -> Results:
     """Stock's results, computed with pixels and the channels of each group in a random order."""
     i = inputs
     _, C, HxW, G = i.sizes
@@ -533,11 +539,7 @@ def assert_parity(
 
     @functools.cache
     def others() -> Sequence[Results]:
-        return (
-            theirs[1:]
-            if theirs
-            else [stock_in_order(inputs, mask, seed) for seed in range(1, ORDERS)]
-        )
+        return theirs[1:] if theirs else stock_in_other_orders(inputs, mask)
 
     for name in RESULTS:
         if only is not None and name not in only:

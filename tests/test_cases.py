@@ -23,6 +23,7 @@ from reference import (
     CAST,
     FORWARD,
     GRAD_LAYOUTS,
+    TORCH,
     Inputs,
     Results,
     assert_close,
@@ -508,8 +509,6 @@ def test_11_no_pixels_or_no_channels(device, shape, groups):
         lambda: torch.native_group_norm(X, gamma, gamma, 2, shape[1], HxW, groups, 1e-5)
     )
 
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 LIES = {
     "N": (3, 8, 15, 4),

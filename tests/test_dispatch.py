@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import BACKWARD, FORWARD, calls, is_channels_last, lay_out, override_off
+from reference import BACKWARD, FORWARD, TORCH, calls, is_channels_last, lay_out, override_off
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -39,7 +39,6 @@ model = importlib.import_module("codegen.model")
 
 aten = torch.ops.aten
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 CONDITIONS = conditions.evaluate()
 BACKENDS = _library.build_info()["backends"]
 

@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 from reference import (
     BACKWARD,
     FORWARD,
+    TORCH,
     Inputs,
     assert_parity,
     calls,
@@ -456,7 +457,8 @@ def test_08_values(device, source, layout, dtype):
             ours = composite(inputs)
             found = [name for name, value in vars(ours).items() if value is not None]
             assert_parity(ours, inputs, only=found)
-    assert served >= 2 or layout == "given"
+    least = 2 if TORCH < (2, 13) else 3  # 2.11 has fewer samples
+    assert served >= least or layout == "given"
     assert calls(FORWARD, device)[0] == calls(BACKWARD, device)[0] == served
 
 
