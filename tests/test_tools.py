@@ -660,10 +660,11 @@ def test_a_level_without_its_sanitizer(monkeypatch):
 def test_levels_that_ran_replace_their_rows():
     old = [{"level": "a", "result": "failed (1)"}, {"level": "b", "result": "passed"}]
     new = [{"level": "a", "result": "passed"}, {"level": "c", "result": "passed"}]
-    rows = results.merged(old, new, "level")
+    rows = results.merged(old, new, "level", ["c", "a", "b"])
     assert [(row["level"], row["result"]) for row in rows] == [
+        ("c", "passed"),
         ("a", "passed"),
         ("b", "passed"),
-        ("c", "passed"),
     ]
+    assert [row["level"] for row in results.merged(old, new, "level")] == ["a", "b", "c"]
     assert "a             passed" in verify_gpu.table(rows)

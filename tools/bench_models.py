@@ -1,7 +1,7 @@
 """Whole models in channels_last, stock against gn_override: the "Whole models" table.
 
     pip install diffusers timm
-    python tools/bench_models.py --output models-h200   # on a GPU; five minutes on an H200
+    python tools/bench_models.py --output models-h200   # on a GPU; some minutes
     python tools/bench_models.py --rows unet,vae
     python tools/bench_models.py --device cpu --tiny    # tries the script; the times mean nothing
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.metadata
-import json
 import statistics
 import sys
 import time
@@ -610,13 +609,10 @@ def main(argv: Sequence[str]) -> int:
         if options.device == "cuda":
             torch.cuda.empty_cache()
         if options.output:
-            path = options.folder / f"{options.output}.json"
-            before = json.loads(path.read_text())["rows"] if path.exists() else []
             head = machine(options.device) | {"tiny": options.tiny}
             where = {"commit": head["commit"], "date": head["date"]}
-            lines = [asdict(row) | {"parity": row.parity} | where for row in rows]
-            head["rows"] = results.merged(before, lines, "name")
-            log(f"wrote {results.write(options.output, head, options.folder)}")
+            head["rows"] = [asdict(row) | {"parity": row.parity} | where for row in rows]
+            log(f"wrote {results.update(options.output, head, 'name', options.folder)}")
     log(f"{time.perf_counter() - begin:.0f} s")
     print(table(rows))
     return 0 if all(row.parity for row in rows) else 1

@@ -36,6 +36,7 @@ _COMMANDS = {
     "host": "python tools/bench_host.py --output {name}",
     "verify": "python tools/verify_gpu.py --output {name}",
     "convergence": "python tools/convergence.py --device cuda --output {name}",
+    "demo": "python -m gn_override demo",
 }
 
 
@@ -61,7 +62,7 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def models(content: dict[str, Any]) -> str:
-    """Rows of tools/bench_models.py."""
+    """Rows of tools/bench_models.py. A `note`, added to a row by hand, says how it was measured."""
     rows = []
     for row in content["rows"]:
         if not row["parity"]:
@@ -221,6 +222,23 @@ def convergence(content: dict[str, Any]) -> str:
     return table([*header, "result"], rows)
 
 
+def demo(content: dict[str, Any]) -> str:
+    """What the demo printed: milliseconds, and errors of its worst layer."""
+    rows = [
+        [
+            row["network"],
+            number(row["off"]),
+            number(row["on"]),
+            f"{row['speed-up']:.2f}x",
+            *(f"{row[f'worst layer error {switch}']:.1e}" for switch in ("off", "on")),
+            row["parity"],
+        ]
+        for row in content["rows"]
+    ]
+    header = ["network, milliseconds", "off", "on", "speed-up", "worst layer error, off", "on"]
+    return table([*header, "parity"], rows)
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
@@ -229,6 +247,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "host": host,
     "verify": verify,
     "convergence": convergence,
+    "demo": demo,
 }
 
 

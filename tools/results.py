@@ -9,7 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,14 @@ def command() -> str:
 
 
 def merged(
-    old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], key: str
+    old: Sequence[dict[str, Any]],
+    new: Sequence[dict[str, Any]],
+    key: str,
+    order: Iterable[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows, in the order in which they first came; of rows with the same key the newest."""
-    return list({row[key]: row for row in (*old, *new)}.values())
+    """The newest of the rows with the same key: those that `order` names, or all as they came."""
+    rows = {row[key]: row for row in (*old, *new)}
+    return [rows[name] for name in (rows if order is None else order) if name in rows]
 
 
 def _cpu_model() -> str:
@@ -98,3 +102,16 @@ def write(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
         text = f'{text[:-2]},\n "rows": [\n{rows}\n ]\n}}'
     path.write_text(text + "\n")
     return path
+
+
+def update(
+    name: str,
+    content: dict[str, Any],
+    key: str,
+    folder: Path = RESULTS,
+    order: Iterable[str] | None = None,
+) -> Path:
+    """write(), but the file keeps those of its rows that `content` has not: see merged()."""
+    path = folder / f"{name}.json"
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    return write(name, content | {"rows": merged(before, content["rows"], key, order)}, folder)

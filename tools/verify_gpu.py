@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -225,12 +224,8 @@ def main() -> int:
         for done in as_completed([pool.submit(begin, level) for level in chosen]):
             rows.append(done.result())
             if arguments.output:
-                path = arguments.folder / f"{arguments.output}.json"
-                before = json.loads(path.read_text())["rows"] if path.exists() else []
-                content = results.machine(arguments.device)
-                together = results.merged(before, rows, "level")
-                content["rows"] = sorted(together, key=lambda row: list(known).index(row["level"]))
-                results.write(arguments.output, content, arguments.folder)
+                content = results.machine(arguments.device) | {"rows": rows}
+                results.update(arguments.output, content, "level", arguments.folder, known)
     print(table(rows))
     return int(any(row["result"].startswith("failed") for row in rows))
 
