@@ -6,16 +6,17 @@
 
 Each level is a command of its own that takes at most some ten minutes. With --output the rows of
 the levels that ran replace theirs in the results file, and the others stay: levels may run one by
-one. --jobs runs several levels at a time, and so do pytest's processes in a level of many tests
-where pytest-xdist is installed. --device cpu runs what a machine without a GPU can. The table comes
-last; the exit status is 0 if every level that ran passed. docs/reliability.md shows the results
-file.
+one. --jobs runs several levels at a time, the soak after them, and so do pytest's processes in a
+level of many tests where pytest-xdist is installed. --device cpu runs what a machine without a GPU
+can. The table comes last; the exit status is 0 if every level that ran passed. docs/reliability.md
+shows the results file.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -43,6 +44,8 @@ SANITIZERS = {
     "initcheck": "reads of memory that nobody has written",
     "synccheck": "barriers that not all threads reach",
 }
+# Norm calls of the soak: more than any network in models-h200.json makes in an hour.
+HOUR_OF_CALLS = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class Level:
     environ: dict[str, str] = field(default_factory=dict)
     sanitizer: str = ""
     many: bool = False  # tests, which may run in several processes
+    alone: bool = False  # it looks at what others would change too: no other level meanwhile
 
     def command(self, report: str = "REPORT") -> list[str]:
         """What runs; pytest writes its counts to the file `report`."""
         if self.tests:
             files = [str(TESTS / test) for test in self.tests]
             options = ["-p", "no:cacheprovider", "-q", f"--junitxml={report}"]
+            options += ["-o", "junit_family=xunit1"]  # which has record_property
             if self.many and importlib.util.find_spec("xdist"):
                 options += ["-n", str(min(12, max(1, (os.cpu_count() or 1) // 2)))]
             return [sys.executable, "-m", "pytest", *files, *self.arguments, *options]
@@ -75,7 +80,16 @@ def levels(device: str) -> list[Level]:
     """Of a device, in the order in which they run."""
     only = ("-k", device)
     often = {"GN_OVERRIDE_TEST_EXAMPLES": "2000" if device == "cuda" else "300"}
-    soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
+    if device == "cuda":
+        soak_what = "training steps and graph replays, an hour of a network's norm calls"
+        soak = {
+            "GN_OVERRIDE_TEST_SOAK_SECONDS": "60",
+            "GN_OVERRIDE_TEST_SOAK_CALLS": str(HOUR_OF_CALLS),
+            "GN_OVERRIDE_TEST_SOAK_LIMIT": "480",
+        }
+    else:
+        soak_what = "training steps for seven minutes"
+        soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
     marked = ("-m", "cuda and not large") if device == "cuda" else ("-m", "not cuda")
     apart = ("test_opinfo.py", "test_properties.py", "test_faults.py", "test_distributed.py")
     rest = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in apart)
@@ -110,10 +124,11 @@ def levels(device: str) -> list[Level]:
         ),
         Level(
             "soak",
-            "training steps for seven minutes",
+            soak_what,
             ("-k", f"soak and {device}"),
             ("test_faults.py",),
             soak,
+            alone=True,
         ),
         Level(
             "distributed", "DDP, FSDP2, DTensor in two processes", only, ("test_distributed.py",)
@@ -136,13 +151,18 @@ def levels(device: str) -> list[Level]:
 
 
 def counts(report: Path) -> dict[str, int]:
-    """Tests that passed, failed and were skipped or expected to fail, of a pytest report."""
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    """Tests that passed, failed and were skipped or expected to fail, of a pytest report.
+
+    And what a test has counted by record_property: norm calls.
+    """
+    root = ElementTree.parse(report).getroot()
+    suites = list(root.iter("testsuite"))
     total, failed, skipped = (
         sum(int(suite.get(name, "0")) for suite in suites for name in names)
         for names in (("tests",), ("failures", "errors"), ("skipped",))
     )
-    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+    recorded = {item.get("name", ""): int(item.get("value", "0")) for item in root.iter("property")}
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped} | recorded
 
 
 def run(level: Level) -> dict[str, Any]:
@@ -221,8 +241,10 @@ def main() -> int:
             bar.step(level.name)
             return run(level)
 
-        for done in as_completed([pool.submit(begin, level) for level in chosen]):
-            rows.append(done.result())
+        together = [pool.submit(begin, level) for level in chosen if not level.alone]
+        alone = (begin(level) for level in chosen if level.alone)
+        for row in itertools.chain((done.result() for done in as_completed(together)), alone):
+            rows.append(row)
             if arguments.output:
                 content = results.machine(arguments.device) | {"rows": rows}
                 results.update(arguments.output, content, "level", arguments.folder, known)
