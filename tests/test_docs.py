@@ -349,11 +349,13 @@ def test_readme_renders_every_row(tmp_path, monkeypatch):
     row["commit"] = "1234567"
     slower = row | {"name": "slow", "times": times | {"override": 20.0}}
     failed = row | {"name": "bad", "parity": False, "times": {}, "note": "in a storm"}
+    slower["compiled"] = {key: at for at, key in enumerate(render_readme._COMPILED)}
     (tmp_path / "models-x.json").write_text(json.dumps(head | {"rows": [row, slower, failed]}))
     text = "a\n<!-- results: models-x -->\nold\n<!-- end results -->\nb\n"
     rendered = render_readme.render(text, tmp_path)
     assert "| net | 10 | 5 | 2.00x | 8 | 4 | - |" in rendered
     assert "| slow | 10 | 20 | 0.50x |" in rendered and "parity failed" in rendered
+    assert "| slow | 0 | 1 | 2 | 3 | 4 | 5 | 6 |" in rendered
     assert "in a storm" in rendered
     assert "GPU-X" in rendered and "abc" in rendered and "old" not in rendered
     assert render_readme.render(rendered, tmp_path) == rendered

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -15,14 +16,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shapes import Case
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import bench
 import bench_host
 import convergence
 import kernel_table
+import neighbours
 import peers
 import progress
+import render_readme
 import results
 import sweep
 import timing
@@ -210,6 +214,8 @@ def test_draws_a_results_file(tmp_path):
         (["--providers", "stock_nchw"], "--providers: gn_override"),
         (["--from", "x.json", "--output", "y"], "not allowed with"),
         (["--from", "x.json", "--plot", "y.jpg"], ".svg or .png"),
+        (["--activation", "identity"], "invalid choice: 'identity'"),
+        (["--activation", "silu", "--plot", "y.svg"], "there is no picture"),
     ],
 )
 def test_wrong_arguments_are_named(argv, message, capsys):
@@ -298,6 +304,163 @@ def test_difference_finds_nan_and_shape():
     assert timing.difference("fwd", (torch.ones(3, 4) + 1e-6,), stock) == ""
     assert "nan" in timing.difference("fwd", (torch.full((3, 4), math.nan),), stock)
     assert timing.difference("fwd", (torch.ones(3),), stock).startswith("Y: shape (3,)")
+
+
+# tools/bench.py --activation.
+
+FORWARDS = (bench.reference.FORWARD, bench.reference.FUSED[0])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_fused_and_alone_take_turns(activation, monkeypatch):
+    times = iter([10.0, 10.2] * (bench.TURNS - 1) + [30.0, 40.0])
+    counts = []
+
+    def microseconds(step, milliseconds):
+        torch.ops.gn_override.reset_counters()
+        step()
+        counts.append([bench.reference.calls(op, "cpu")[0] for op in FORWARDS])
+        return next(times)
+
+    monkeypatch.setattr(timing, "microseconds", microseconds)
+    row = bench.measure_fused(SMALL, activation, 1, device="cpu")
+    assert row["checked"] and (row["alone"], row["fused"], row["ratio"]) == (10.0, 10.2, 1.02)
+    assert counts == [[1, 0], [0, 1]] * bench.TURNS
+    assert row["shape"] == [2, 8, 3, 5] and row["MB"] == 0.0
+
+
+@pytest.mark.parametrize("most_exact", [1 << 29, 0], ids=["fp64", "rough"])
+def test_a_wrong_fused_result_is_said(most_exact, monkeypatch, fake_timing):
+    monkeypatch.setattr(bench, "MOST_EXACT", most_exact)
+    group_norm = bench.gn_override.functional.group_norm
+
+    def off_by_a_percent(*arguments, activation):
+        return group_norm(*arguments, activation=activation) * (1 + 0.01 * (activation == "silu"))
+
+    monkeypatch.setattr(bench.gn_override.functional, "group_norm", off_by_a_percent)
+    row = bench.measure_fused(SMALL, "silu", 1, device="cpu")
+    assert "checked" not in row and ";" not in row["wrong"]
+    assert row["wrong"].startswith("silu: error" if most_exact else "Y: relative l2 error 1.00e-02")
+    assert "wrong" not in bench.measure_fused(SMALL, "relu", 1, device="cpu")
+
+
+def test_a_fused_time_of_other_kernels_is_said(monkeypatch, fake_timing):
+    def in_two_steps(X, G, gamma, beta, activation):
+        Y = F.group_norm(X, G, gamma, beta)
+        return Y if activation == "identity" else F.silu(Y)
+
+    monkeypatch.setattr(bench.gn_override.functional, "group_norm", in_two_steps)
+    row = bench.measure_fused(SMALL, "silu", 1, device="cpu")
+    assert row["wrong"].startswith("native_group_norm on cpu: (ours, aten) calls (1, 0)")
+
+
+def test_fused_rows_are_printed(tmp_path, capsys):
+    row = {"name": "one", "shape": [2, 8, 3, 5], "dtype": "bfloat16", "checked": True}
+    rows = [
+        row | {"alone": 10.0, "fused": 10.2, "ratio": 1.02},
+        row | {"name": "two", "alone": 10.0, "fused": 10.31, "ratio": 1.031},
+        row | {"name": "bad", "alone": 10.0, "fused": 9.9, "ratio": 0.99, "wrong": "silu: error"},
+    ]
+    path = results.write("fused-x", HEAD | {"activation": "silu", "rows": rows}, tmp_path)
+    assert bench.main(["--from", str(path)]) == 1
+    printed = capsys.readouterr().out
+    text = "<!-- results: fused-x -->\n<!-- end results -->"
+    for shown in (printed, render_readme.render(text, tmp_path)):
+        assert "norm alone, us | with silu, us | ratio |" in shown
+        assert "| one 2x8x3x5 | bfloat16 | 10 | 10.2 | 1.020x |" in shown
+        assert "0.990x (wrong) |" in shown
+        assert "Median 1.020x, largest 1.031x; above 1.03x: two bfloat16." in shown
+
+
+# tools/neighbours.py.
+
+
+class Layers(nn.Module):
+    """A convolution, two norms, a convolution, with something between the norms."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.inlet, self.outlet = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 3)
+        self.first, self.second = nn.GroupNorm(4, 8), nn.GroupNorm(4, 8)
+        self.between = between
+
+    def forward(self, x):
+        x = F.silu(self.first(self.inlet(x)))
+        return self.outlet(self.second(self.between(x)))
+
+
+class Copied(nn.Module):
+    def forward(self, x):
+        return x.contiguous().contiguous(memory_format=torch.channels_last)
+
+
+class Concatenated(nn.Module):
+    """Inductor copies both into place: that is not a change of layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return torch.cat([self.left(x), self.right(x)], 1)
+
+
+class Break(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x
+
+
+def compiled_step(net, layout=torch.channels_last, fullgraph=True):
+    net = torch.compile(net.eval().to(memory_format=layout), fullgraph=fullgraph)
+    x = torch.randn(2, 4, 9, 8).to(memory_format=layout)
+
+    def step():
+        with torch.no_grad():
+            return net(x)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("between", "copies"),
+    [(nn.Identity(), 0), (nn.Tanh(), 0), (Concatenated(), 0), (Copied(), 1)],
+    ids=["nothing", "tanh", "cat", "copies"],
+)
+def test_copies_at_norms_are_counted(between, copies, capsys):
+    torch._dynamo.reset()
+    found = neighbours.generated(compiled_step(Layers(between)))
+    copied = found.pop("copies"), found.pop("copies_at_norms")
+    assert found == {"graphs": 1, "graph_breaks": 0, "norms": 2}
+    assert all(count >= 1 for count in copied) if copies else copied == (0, 0)
+    assert ("copy at a norm" in capsys.readouterr().err) is (copies > 0)
+
+
+def test_graph_breaks_are_counted():
+    torch._dynamo.reset()
+    found = neighbours.generated(compiled_step(Layers(Break()), fullgraph=False))
+    assert (found["graphs"], found["norms"]) == (2, 2) and found["graph_breaks"] >= 1
+
+
+def test_a_model_without_our_norms_is_an_error():
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="no group norm"):
+        neighbours.generated(compiled_step(Layers(nn.Identity()), torch.contiguous_format))
+
+
+def test_layout_kernels_of_a_profile():
+    ours = "void gn_override::resident_forward_kernel<__half, 8>(gn_override::Shape)"
+    conv, add = "sm90_xmma_fprop_implicit_gemm_nhwckrsc_nhwc_kernel", "triton_poi_fused_add_3"
+    from_cudnn = "void cudnn::ops::nhwcToNchwKernel<__half, __half, float, true>(int)"
+    of_aten = "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda>"
+    names = [conv, ours, conv, from_cudnn, add, ours, ours, add, conv]
+    clean = {"kernels": 9, "layout_kernels": 1, "layout_kernels_at_norms": 0}
+    assert neighbours.count(names) == clean
+    assert neighbours.count([of_aten, *names[1:]])["layout_kernels_at_norms"] == 1
+    assert neighbours.count([*names[:-2], from_cudnn])["layout_kernels_at_norms"] == 1
+    assert neighbours.count([*names[:-2], from_cudnn])["layout_kernels"] == 2
+    with pytest.raises(RuntimeError, match="no kernel of gn_override"):
+        neighbours.count([conv, add])
 
 
 # Peers.
@@ -649,6 +812,43 @@ def test_a_level_of_tests(body, result, counts, tmp_path, monkeypatch):
     row = verify_gpu.run(verify_gpu.Level("it", "what", (), ("test_it.py",)))
     assert row["result"] == result
     assert (row["passed"], row["failed"], row["skipped"]) == counts
+
+
+def test_a_level_that_counts_its_calls(tmp_path, monkeypatch):
+    body = "def test_a(record_property):\n record_property('norm_calls', 40_000_001)\n assert "
+    monkeypatch.setattr(verify_gpu, "TESTS", tmp_path)
+    for passed in (1, 0):
+        (tmp_path / "test_it.py").write_text(f"{body}{passed}")
+        row = verify_gpu.run(verify_gpu.Level("it", "what", (), ("test_it.py",)))
+        assert (row["passed"], row["failed"], row["norm_calls"]) == (passed, 1 - passed, 40_000_001)
+        assert "| it: what: 40,000,001 made |" in render_readme.verify({"rows": [row]})
+
+
+def test_the_soak_is_of_more_calls_than_a_network_makes_in_an_hour():
+    rows = json.loads((results.RESULTS / "models-h200.json").read_text())["rows"]
+    for row in (row for row in rows if row["parity"]):
+        steps = 3600e3 / row["times"]["override"]
+        assert steps * row["calls"] < verify_gpu.HOUR_OF_CALLS, row["name"]
+    soak = next(level for level in verify_gpu.levels("cuda") if level.name == "soak")
+    assert soak.environ["GN_OVERRIDE_TEST_SOAK_CALLS"] == str(verify_gpu.HOUR_OF_CALLS)
+
+
+def test_a_level_that_runs_alone_runs_last(tmp_path, monkeypatch):
+    running, order = set(), []
+
+    def run(level):
+        assert not running or not level.alone
+        running.add(level.name)
+        time.sleep(0.05)
+        running.remove(level.name)
+        order.append(level.name)
+        return {"level": level.name, "result": "passed"}
+
+    monkeypatch.setattr(verify_gpu, "run", run)
+    options = ["soak", "torch", "faults", "--device", "cpu", "--jobs", "3"]
+    monkeypatch.setattr("sys.argv", ["verify_gpu.py", *options])
+    assert verify_gpu.main() == 0
+    assert sorted(order) == ["faults", "soak", "torch"] and order[-1] == "soak"
 
 
 def test_a_level_without_its_sanitizer(monkeypatch):

@@ -2,6 +2,7 @@
 
     python tools/bench.py                       # every row of tests/shapes.py's KERNEL_CASES
     python tools/bench.py --only vae,rn2 --providers gn_override,stock_channels_last
+    python tools/bench.py --activation silu     # ours alone, and fused with an activation
     python tools/bench.py --from benchmarks/results/kernels-h200.json --plot kernels.svg   # no GPU
 
 Forward, and forward plus the backward to X, gamma and beta, timed as tools/timing.py says: CUDA
@@ -15,6 +16,10 @@ roughly against stock. In a row of the results file
     differs   {provider: {direction: why}} of the others
     failed    {provider: {direction: why}} of the others that raised an error: no time, a dash
 Rows where another one is faster are listed at the end.
+
+With --activation a row has two times of our forward: the norm alone, and the norm fused with that
+activation. They are taken in turns, and their ratio is what the activation costs. Both are checked
+against fp64.
 """
 
 from __future__ import annotations
@@ -22,15 +27,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kernel_table
 import peers
+import render_readme
 import results
 import timing
 import torch
@@ -43,10 +51,13 @@ import reference
 from shapes import KERNEL_CASES, Case
 
 import gn_override
-from gn_override import _picture
+from gn_override import _activations, _bench, _picture
 
 # More elements are checked roughly: the fp64 reference takes some 80 bytes for each.
 MOST_EXACT = 1 << 29
+
+# With --activation: turns of the norm alone and the fused one.
+TURNS = 5
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,17 @@ def check(case: Case, inputs: reference.Inputs, stock: reference.Results) -> str
     )
 
 
+def head(case: Case) -> dict[str, Any]:
+    """What every row says of its case."""
+    return {
+        "name": case.name,
+        "shape": list(case.shape),
+        "groups": case.groups,
+        "dtype": case.dtype,
+        "MB": round(case.numel * getattr(torch, case.dtype).itemsize / 1e6, 1),
+    }
+
+
 def measure(
     case: Case,
     providers: Mapping[str, Provider],
@@ -107,15 +129,9 @@ def measure(
     device: str = "cuda",
 ) -> dict[str, Any]:
     """One row: microseconds of a copy, and of each provider forward and forward + backward."""
-    dtype = getattr(torch, case.dtype)
-    inputs = reference.make_inputs(case, device, dtype)
+    inputs = reference.make_inputs(case, device, getattr(torch, case.dtype))
     Y = torch.empty_like(inputs.X)
-    row: dict[str, Any] = {
-        "name": case.name,
-        "shape": list(case.shape),
-        "groups": case.groups,
-        "dtype": case.dtype,
-        "MB": round(case.numel * dtype.itemsize / 1e6, 1),
+    row = head(case) | {
         "copy": round(timing.microseconds(lambda: Y.copy_(inputs.X), milliseconds), 2),
         "fwd": {},
         "fwd_bwd": {},
@@ -148,16 +164,68 @@ def measure(
     return row
 
 
+def check_fused(case: Case, inputs: reference.Inputs, activation: str, forward: timing.Step) -> str:
+    """What is wrong with our forward with an activation ("identity": the norm alone), or ""."""
+    none = (False, False, False)
+    activate = _activations.STOCK[activation]
+    theirs = activate(reference.stock(inputs, none).Y)
+    ops = reference.ATEN if activation == "identity" else reference.FUSED
+    try:
+        with reference.expect_calls(inputs.X.device.type, True, None, ops):
+            (Y,) = forward()
+        if case.numel <= MOST_EXACT:
+            exact = reference.exact(inputs, none, activation)
+            orders = partial(reference.stock_in_other_orders, inputs, none)
+            reference.assert_close(
+                Y,
+                theirs,
+                exact.Y,
+                activation,
+                exact.scale["Y"],
+                lambda: (activate(other.Y) for other in orders()),
+            )
+            return ""
+    except AssertionError as error:
+        return str(error)
+    return _bench.difference("fwd", (Y,), (theirs,))
+
+
+def measure_fused(
+    case: Case, activation: str, milliseconds: int, checked: bool = True, device: str = "cuda"
+) -> dict[str, Any]:
+    """One row: microseconds of our norm alone and of the fused one, and their ratio."""
+    inputs = reference.make_inputs(case, device, getattr(torch, case.dtype))
+    row = head(case)
+    forwards = {}
+    for name in ("identity", activation):
+        norm = partial(gn_override.functional.group_norm, activation=name)
+        forwards[name] = timing.steps(norm, inputs, "channels_last")["fwd"]
+    samples: dict[str, list[float]] = {name: [] for name in forwards}
+    with gn_override.enabled():
+        if checked:
+            wrong = [check_fused(case, inputs, *forward) for forward in forwards.items()]
+            row |= {"wrong": "; ".join(filter(None, wrong))} if any(wrong) else {"checked": True}
+        for _ in range(TURNS):
+            for name, forward in forwards.items():
+                samples[name].append(timing.microseconds(forward, milliseconds))
+    alone, fused = (statistics.median(samples[name]) for name in forwards)
+    return row | {
+        "alone": round(alone, 2),
+        "fused": round(fused, 2),
+        "ratio": round(fused / alone, 3),
+    }
+
+
 def run(
-    cases: Sequence[Case], providers: Mapping[str, Provider], milliseconds: int, checked: bool
+    cases: Sequence[Case], measure_case: Callable[[Case], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The rows; fewer if a provider breaks the GPU's context."""
     rows = []
     with Progress(len(cases)) as progress:
         for case in cases:
             progress.step(case.id)
-            row = measure(case, providers, milliseconds, checked)
-            rows.append(row | kernel_table.rates(row))
+            row = measure_case(case)
+            rows.append(row)
             if timing.gpu_lost():
                 print(
                     f"an error at {case.id} broke the GPU's context: {row.get('failed')}; "
@@ -178,6 +246,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--providers",
         default=",".join(NAMES),
         help="those that are there, of %(default)s (all by default)",
+    )
+    parser.add_argument(
+        "--activation",
+        choices=reference.ACTIVATIONS[1:],
+        help="time our forward alone and fused with this, and nothing else",
     )
     parser.add_argument("--milliseconds", type=int, default=60, help="of measuring a figure")
     parser.add_argument("--no-check", action="store_true", help="time without checking results")
@@ -204,6 +277,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments.providers = arguments.providers.split(",")
     if set(arguments.providers) - set(NAMES) or "gn_override" not in arguments.providers:
         parser.error(f"--providers: gn_override, and any of {', '.join(NAMES[1:])}")
+    if arguments.activation and (arguments.plot or arguments.roofline):
+        parser.error("--activation: there is no picture of it")
     if arguments.source is None and not (
         torch.cuda.is_available() and importlib.util.find_spec("triton")
     ):
@@ -216,19 +291,29 @@ def main(argv: Sequence[str]) -> int:
     if arguments.source:
         content = json.loads(arguments.source.read_text())
     else:
-        providers, unusable = providers_here(arguments.providers)
         content = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}
-        if unusable:
-            content["peers that cannot be imported"] = unusable
-            print("peers that cannot be imported:", unusable, file=sys.stderr)
-        checked = not arguments.no_check
-        content["rows"] = run(arguments.cases, providers, arguments.milliseconds, checked)
+        how = {"milliseconds": arguments.milliseconds, "checked": not arguments.no_check}
+        if arguments.activation:
+            content["activation"] = arguments.activation
+            one = partial(measure_fused, activation=arguments.activation, **how)
+        else:
+            providers, unusable = providers_here(arguments.providers)
+            if unusable:
+                content["peers that cannot be imported"] = unusable
+                print("peers that cannot be imported:", unusable, file=sys.stderr)
+            one = partial(measure, providers=providers, **how)
+        content["rows"] = run(arguments.cases, one)
+        if not arguments.activation:
+            content["rows"] = [row | kernel_table.rates(row) for row in content["rows"]]
         if arguments.output:
             results.write(arguments.output, content, arguments.folder)
     rows = content["rows"]
-    print(kernel_table.table(rows))
-    for line in kernel_table.losses(rows):
-        print("slower:", line)
+    if "activation" in content:
+        print(render_readme.fused(content))
+    else:
+        print(kernel_table.table(rows))
+        for line in kernel_table.losses(rows):
+            print("slower:", line)
     if arguments.plot or arguments.roofline:
         kernel_table.pictures(content, arguments.plot, arguments.roofline)
     return int(any("wrong" in row for row in rows))

@@ -12,7 +12,8 @@ last place. A row that fails is not timed, and the exit status is 1.
 
 Each model has rows of its own for `gn_override.fuse(model)`: the override's column is then the
 model with its norms and activations fused. Models for inference have one compiled as a whole graph,
-where the pass over that graph fuses them: stock is Inductor's own norm.
+where the pass over that graph fuses them: stock is Inductor's own norm. What is next to the norms
+there, tools/neighbours.py counts.
 
 Times are medians in milliseconds, the variants taken in turns; GPU times come from events. Rows of
 the results file that were not measured again stay, with their own commit.
@@ -81,6 +82,7 @@ class Row:
     error_override: float = float("nan")
     error_bound: float = float("nan")
     calls: int = 0  # group normalisation calls that the override took in one step
+    compiled: dict[str, int] = field(default_factory=dict)  # of tools/neighbours.py
 
     @property
     def parity(self) -> bool:
@@ -288,6 +290,8 @@ def bench_compiled(
     setting: Setting,
 ) -> list[Row]:
     """The model, or its decoder alone if it has one, compiled as one graph and replayed."""
+    import neighbours  # loads Inductor, which the other rows do without
+
     row = Row(f"{name}, torch.compile and CUDA graph{FUSED}")
     dtype, last = torch.float16, torch.channels_last
     model = placed(model, setting.device, dtype, last).eval()
@@ -302,11 +306,18 @@ def bench_compiled(
         net = copy.deepcopy(model)
         getattr(net, "decoder", net).compile(fullgraph=True)
         variant = Variant(step_of(net), on)
+        if on:
+            with variant.switch():
+                row.compiled = neighbours.generated(variant.step)
         variants[key] = captured(variant)
     before = calls_taken()  # replays do not count
     with variant.switch():
         variant.step()
-    calls = calls_taken() - before
+        calls = calls_taken() - before
+        row.compiled |= neighbours.launched(variant.step)
+    log(f"  compiled: {row.compiled}")
+    if calls != row.compiled["norms"]:
+        raise RuntimeError(f"{calls} norms ran, of {row.compiled['norms']} in the compiled graph")
     if check(row, variants["stock"].step, reference, dtype, variants["override"].step, calls):
         measure(row, variants, setting)
     return [row]

@@ -31,6 +31,7 @@ _BLOCK = re.compile(
 _COMMANDS = {
     "models": "python tools/bench_models.py --output {name}",
     "kernels": "python tools/bench.py --output {name}",
+    "fused": "python tools/bench.py --activation silu --output {name}",
     "cpu": "python tools/bench_cpu.py --output {name}",
     "sweep": "python tools/sweep.py --output {name}",
     "host": "python tools/bench_host.py --output {name}",
@@ -61,6 +62,18 @@ def _shape(row: dict[str, Any]) -> str:
     return "x".join(map(str, row["shape"]))
 
 
+# What tools/neighbours.py finds, and the title of its column.
+_COMPILED = {
+    "graphs": "graphs",
+    "graph_breaks": "graph breaks",
+    "norms": "norm calls",
+    "copies": "generated kernels that only copy",
+    "copies_at_norms": "of these, next to a norm",
+    "layout_kernels": "library kernels that change the layout",
+    "layout_kernels_at_norms": "of these, next to a norm",
+}
+
+
 def models(content: dict[str, Any]) -> str:
     """Rows of tools/bench_models.py. A `note`, added to a row by hand, says how it was measured."""
     rows = []
@@ -80,6 +93,11 @@ def models(content: dict[str, Any]) -> str:
                 row["commit"] + ("*" if row.get("note") else ""),
             ]
         )
+    compiled = [
+        [row["name"].partition(",")[0], *(str(row["compiled"][key]) for key in _COMPILED)]
+        for row in content["rows"]
+        if row["parity"] and row.get("compiled")
+    ]
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", "stock NCHW", "floor"]
     floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
     notes = "".join(
@@ -88,6 +106,7 @@ def models(content: dict[str, Any]) -> str:
     return (
         table([*header, "peak GB, stock / ours", "commit"], rows)
         + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}.{notes}\n"
+        + (f"\n{table(['compiled model', *_COMPILED.values()], compiled)}" if compiled else "")
     )
 
 
@@ -124,6 +143,32 @@ def kernels(content: dict[str, Any]) -> str:
     parts = ["us", "/ copy", "stock / ours", "stock NCHW / ours"]
     header = ["case", "dtype", "copy, us", *(f"forward {p}" for p in parts)]
     return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
+
+
+# What a fused activation may cost a forward.
+_FUSED_LIMIT = 1.03
+
+
+def fused(content: dict[str, Any]) -> str:
+    """Rows of tools/bench.py --activation: our norm alone, and fused with the activation."""
+    rows = content["rows"]
+    lines = [
+        [
+            f"{row['name']} {_shape(row)}",
+            row["dtype"],
+            number(row["alone"]),
+            number(row["fused"]),
+            f"{row['ratio']:.3f}x" + (" (wrong)" if "wrong" in row else ""),
+        ]
+        for row in rows
+    ]
+    header = ["case, forward", "dtype", "norm alone, us", f"with {content['activation']}, us"]
+    ratios = [row["ratio"] for row in rows]
+    above = [f"{row['name']} {row['dtype']}" for row in rows if row["ratio"] > _FUSED_LIMIT]
+    return table([*header, "ratio"], lines) + (
+        f"\nMedian {statistics.median(ratios):.3f}x, largest {max(ratios):.3f}x; "
+        f"above {_FUSED_LIMIT}x: {', '.join(above) or 'none'}.\n"
+    )
 
 
 def cpu(content: dict[str, Any]) -> str:
@@ -206,7 +251,10 @@ def verify(content: dict[str, Any]) -> str:
     for row in content["rows"]:
         numbers = (str(row.get(key, "-")) for key in ("passed", "failed", "skipped", "seconds"))
         source = f"{row['commit']}, {row['date']}"
-        rows.append([f"{row['level']}: {row['what']}", row["result"], *numbers, source])
+        what = f"{row['level']}: {row['what']}"
+        if "norm_calls" in row:
+            what += f": {row['norm_calls']:,} made"
+        rows.append([what, row["result"], *numbers, source])
     header = ["level", "result", "passed", "failed", "skipped or as stock", "seconds", "commit"]
     return table(header, rows)
 
@@ -242,6 +290,7 @@ def demo(content: dict[str, Any]) -> str:
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
+    "fused": fused,
     "cpu": cpu,
     "sweep": sweep,
     "host": host,
