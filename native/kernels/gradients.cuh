@@ -20,8 +20,7 @@ namespace gn_override {
 template <typename T, typename TY, int kVector>
 struct GradientSums {
   using Acc = Accumulator<T>;
-  using Sum =
-      std::conditional_t<sizeof(TY) == 2, PlainSum<Acc>, CompensatedSum<Acc>>;
+  using Sum = Total<TY, Acc>;
   Sum ds[kVector] = {};
   Sum db[kVector] = {};
 
@@ -143,7 +142,7 @@ constexpr int kHeldRows = 4;
 // emit(channel of the tile, (sum dY xhat, sum dY)) once for each channel.
 // `shared` has room for fold_size() accumulators. All threads of the block must
 // call.
-template <typename Acc, int kVector, typename Emit>
+template <typename TY, typename Acc, int kVector, typename Emit>
 __device__ __forceinline__ void fold_rows(
     const Tiling& tiling,
     const Position& at,
@@ -182,9 +181,12 @@ __device__ __forceinline__ void fold_rows(
   runs.deal(columns * kVector, [&](int item, int lane, bool exists) {
     const int j = tiling.columns.quotient(item);
     const int column = item - j * columns;
-    auto ds = CompensatedSum<Acc>::zero();
-    auto db = CompensatedSum<Acc>::zero();
+    struct {
+      Total<TY, Acc> ds = Total<TY, Acc>::zero();
+      Total<TY, Acc> db = Total<TY, Acc>::zero();
+    } totals;
     const Pair<Acc>* const of_channel = shared + j * plane + column;
+#pragma unroll 1
     for (int first = lane; first < half; first += kHeldRows * runs.lanes) {
       Pair<Acc> held[kHeldRows];
 #pragma unroll
@@ -197,16 +199,15 @@ __device__ __forceinline__ void fold_rows(
       }
 #pragma unroll
       for (int i = 0; i < kHeldRows; ++i) {
-        ds.add(held[i].first);
-        db.add(held[i].second);
+        totals.ds.add(held[i].first);
+        totals.db.add(held[i].second);
       }
     }
-    Acc sums_of_lanes[4] = {ds.sum, ds.lost, db.sum, db.lost};
-    sum_lanes(sums_of_lanes, runs.lanes);
+    sum_members<Acc>(totals, [&](auto& sums) { sum_lanes(sums, runs.lanes); });
     if (lane == 0 && exists) {
-      ds = {sums_of_lanes[0], sums_of_lanes[1]};
-      db = {sums_of_lanes[2], sums_of_lanes[3]};
-      emit(column * kVector + j, Pair<Acc>{ds.value(), db.value()});
+      emit(
+          column * kVector + j,
+          Pair<Acc>{totals.ds.value(), totals.db.value()});
     }
   });
 }

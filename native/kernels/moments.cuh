@@ -5,9 +5,8 @@
 // merged by Chan's formula,
 //   delta = m_b - m_a, n = n_a + n_b,
 //   m = m_a + delta n_b / n, M2 = M2_a + M2_b + delta^2 n_a n_b / n
-// (Chan, Golub, LeVeque 1983), or, where all partials are at hand, by
-//   m = sum n_i m_i / n, M2 = sum M2_i + n_i (m_i - m)^2
-// See DeviationSums for how the last is computed.
+// (Chan, Golub, LeVeque 1983), or, where all partials are at hand, by sums of
+// deviations from a value near their mean: see merge_moments().
 #pragma once
 
 #include "native/kernels/activation.cuh"
@@ -17,6 +16,11 @@
 #include "native/plan/shared_memory.h"
 
 namespace gn_override {
+
+template <typename Acc>
+__device__ __forceinline__ Acc reciprocal_or_zero(Acc count) {
+  return count > 0 ? reciprocal(count) : 0;
+}
 
 // The moments of kVector channels over the pixels seen so far: sums of
 // deviations from the first batch's mean, of their squares, and after finish()
@@ -66,7 +70,7 @@ struct ChannelMoments {
 
   // mean = pivot + sum d / n, M2 = sum d^2 - (sum d)^2 / n
   __device__ void finish() {
-    const Acc per_count = count > 0 ? reciprocal(static_cast<Acc>(count)) : 0;
+    const Acc per_count = reciprocal_or_zero(static_cast<Acc>(count));
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc sum = mean[j];
@@ -104,15 +108,14 @@ struct alignas(16) Moments {
   Acc count; // elements
 };
 
-// (mean, M2) of parts, given a mean m that is right up to the rounding of sums:
-// with d_i = m_i - m,
+// Sums over parts, of deviations d_i = m_i - m from a value m: from these,
 //   mean = m + sum n_i d_i / n
 //   M2 = sum (M2_i + n_i d_i^2) - (sum n_i d_i)^2 / n
-// The sum of deviations corrects m: equal parts give exactly their mean.
-template <typename Acc>
+// Equal parts give exactly their mean.
+template <typename TY, typename Acc>
 struct DeviationSums {
   Acc of_mean = 0; // sum n_i d_i
-  CompensatedSum<Acc> of_M2 = CompensatedSum<Acc>::zero();
+  Total<TY, Acc> of_M2 = Total<TY, Acc>::zero();
 
   __device__ void add(const Moments<Acc>& part, Acc near_mean) {
     const Acc d = (part.mean - near_mean) + part.low;
@@ -125,13 +128,26 @@ struct DeviationSums {
 // The moments of all of read(0), ..., read(parts - 1), of which this thread
 // reads each `step`-th from `first` on, the first kHeld at once and once only;
 // sum(x) makes the array x the sums over the threads that share them, and all
-// of them get the result. known_count, unless it is null: their elements.
-template <int kHeld, typename Acc, typename Read, typename Sum>
+// of them get the result. near() is the mean of one or a few of the parts, for
+// all of these threads the same. known_count, unless it is null: the elements.
+//
+// Deviations are from near(), which is within sqrt(parts) of them if the parts
+// are of a size: M2 may lose `parts` units in the last place of an accumulator,
+// which two-byte results do not show. For others they are from the mean of all,
+// right up to the rounding of its sum.
+template <
+    typename TY,
+    int kHeld,
+    typename Acc,
+    typename Read,
+    typename Near,
+    typename Sum>
 __device__ __forceinline__ Moments<Acc> merge_moments(
     int first,
     int step,
     int parts,
     Read read,
+    Near near,
     Sum sum,
     const Acc* known_count = nullptr) {
   Moments<Acc> held[kHeld];
@@ -144,49 +160,51 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
       held[i].count = 0;
     }
   }
-  Acc totals[2] = {0, 0}; // of n_i m_i, n_i
-  const auto add = [&](const Moments<Acc>& part) {
-    totals[0] += part.count * part.mean;
-    totals[1] += part.count;
+  const auto for_each_part = [&](auto add) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      add(held[i]);
+    }
+#pragma unroll 1
+    for (int i = first + kHeld * step; i < parts; i += step) {
+      add(read(i));
+    }
   };
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    add(held[i]);
-  }
-#pragma unroll 1
-  for (int i = first + kHeld * step; i < parts; i += step) {
-    add(read(i));
-  }
-  Acc count;
-  if (known_count != nullptr) {
-    Acc of_mean[1] = {totals[0]};
-    sum(of_mean);
-    totals[0] = of_mean[0];
-    count = *known_count;
+  Acc near_mean;
+  if constexpr (sizeof(TY) == 2) {
+    near_mean = near();
   } else {
+    Acc totals[2] = {0, 0}; // of n_i m_i, n_i
+    for_each_part([&](const Moments<Acc>& part) {
+      totals[0] += part.count * part.mean;
+      totals[1] += part.count;
+    });
     sum(totals);
-    count = totals[1];
+    near_mean = totals[0] * reciprocal_or_zero(totals[1]);
   }
-  const Acc per_count = count > 0 ? reciprocal(count) : 0;
-  const Acc near_mean = totals[0] * per_count;
 
-  DeviationSums<Acc> deviations;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    deviations.add(held[i], near_mean);
+  struct {
+    DeviationSums<TY, Acc> deviations;
+    Acc count = 0;
+  } totals;
+  for_each_part([&](const Moments<Acc>& part) {
+    totals.deviations.add(part, near_mean);
+    totals.count += part.count;
+  });
+  if (known_count == nullptr) {
+    sum_members<Acc>(totals, sum);
+  } else {
+    sum_members<Acc>(totals.deviations, sum);
+    totals.count = *known_count;
   }
-#pragma unroll 1
-  for (int i = first + kHeld * step; i < parts; i += step) {
-    deviations.add(read(i), near_mean);
-  }
-  Acc sums[3] = {
-      deviations.of_mean, deviations.of_M2.sum, deviations.of_M2.lost};
-  sum(sums);
-  const Acc shift = sums[0] * per_count;
+  const Acc of_mean = totals.deviations.of_mean;
+  const Acc shift = of_mean * reciprocal_or_zero(totals.count);
   const Acc mean = near_mean + shift;
-  const CompensatedSum<Acc> of_M2{sums[1], sums[2]};
   return {
-      mean, shift - (mean - near_mean), of_M2.value() - sums[0] * shift, count};
+      mean,
+      shift - (mean - near_mean),
+      totals.deviations.of_M2.value() - of_mean * shift,
+      totals.count};
 }
 
 // Y = (X - mean) * rstd * gamma + beta for a thread's channels.
@@ -241,6 +259,9 @@ struct Normalization {
 
 // Items that a lane holds while it folds a segment.
 constexpr int kHeldItems = 4;
+// Rows of the segment's first channel whose mean is near that of all: as many
+// as make it near enough for a mean in float.
+constexpr int kNearRows = 4;
 
 // Folds the moments of a block's threads into those of its tile's segments
 // (what the tile and a group have in common): calls emit(group, part, Moments,
@@ -292,7 +313,7 @@ __device__ __forceinline__ void fold_segments(
     const int group = first_group + segment;
     const int begin = max(group * D, tile_first) - tile_first;
     const int end = min((group + 1) * D, tile_end) - tile_first;
-    const Moments<Acc> moment = merge_moments<kHeldItems, Acc>(
+    const Moments<Acc> moment = merge_moments<TY, kHeldItems, Acc>(
         lane,
         runs.lanes,
         (end - begin) * rows,
@@ -305,6 +326,14 @@ __device__ __forceinline__ void fold_segments(
               0,
               one.second,
               static_cast<Acc>(row_pixels.of(row) << merge_shift)};
+        },
+        [&] {
+          Acc sum = 0;
+#pragma unroll
+          for (int i = 0; i < kNearRows; ++i) {
+            sum += shared[begin * pitch + min(i, rows - 1)].first;
+          }
+          return sum / kNearRows;
         },
         [&](auto& sums) { sum_lanes(sums, runs.lanes); });
     if (exists) {

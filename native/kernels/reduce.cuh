@@ -3,6 +3,9 @@
 // bit.
 #pragma once
 
+#include <cstring>
+#include <type_traits>
+
 namespace gn_override {
 
 constexpr int kWarpSize = 32;
@@ -102,6 +105,21 @@ struct PlainSum {
     return sum;
   }
 };
+
+// The one of them that suits results of T.
+template <typename T, typename Acc>
+using Total =
+    std::conditional_t<sizeof(T) == 2, PlainSum<Acc>, CompensatedSum<Acc>>;
+
+// Makes all members of `sums`, which are accumulators, their sums: sum(x) does
+// so for an array x.
+template <typename Acc, typename Sums, typename Sum>
+__device__ __forceinline__ void sum_members(Sums& sums, Sum sum) {
+  Acc members[sizeof(Sums) / sizeof(Acc)];
+  memcpy(members, &sums, sizeof(Sums));
+  sum(members);
+  memcpy(&sums, members, sizeof(Sums));
+}
 
 // The threads that share one sum: `lanes`, a power of two of neighbours in a
 // warp, or the whole block.

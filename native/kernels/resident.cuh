@@ -233,11 +233,12 @@ __global__ void __launch_bounds__(
     exchange.wait();
 
     runs.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
-      Moments<Acc> of_group = merge_moments<kHeldParts<kWholeChip>, Acc>(
+      Moments<Acc> of_group = merge_moments<TY, kHeldParts<kWholeChip>, Acc>(
           lane,
           runs.lanes,
           item.parts,
           [&](int i) { return exchange.slots[g * item.parts + i]; },
+          [&] { return exchange.slots[g * item.parts].mean; },
           [&](auto& sums) { sum_lanes(sums, runs.lanes); },
           &count);
       of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
@@ -427,7 +428,7 @@ __global__ void __launch_bounds__(
       });
       gradients.finish(rstd, of_thread);
     }
-    fold_rows(
+    fold_rows<TY>(
         tiling,
         at,
         of_thread,

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
 
   allow_next_kernel();
   wait_for_previous_kernel();
-  Moments<Acc> of_group = merge_moments<1, Acc>(
+  Moments<Acc> of_group = merge_moments<T, 1, Acc>(
       team.rank(),
       team.size(),
       tiles * tiling.splits.divisor(),
@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
         const int split = i / tiles;
         return own[static_cast<int64_t>(split) * slots + i - split * tiles];
       },
+      [&] { return own->mean; },
       [&](auto& sums) { team.sum(sums); },
       &total);
   of_group.second = reciprocal_sqrt(of_group.second / total + eps);
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(
   const int first_channel = at.tile * tiling.columns.divisor() * kVector;
   Pair<Acc>* const own = sums +
       (at.n * tiling.splits.divisor() + at.split) * shape.C + first_channel;
-  fold_rows(
+  fold_rows<TY>(
       tiling,
       at,
       of_thread,
