@@ -56,6 +56,7 @@ CASES = (
     Case("one_group", (3, 96, 5, 9), 1),
     Case("group_each", (3, 96, 5, 9), 96),
     Case("pixels", (2, 16, 61, 53), 2),
+    Case("samples", (17, 16, 5, 3), 2),  # more than blocks of a cluster
 )
 LARGE = Case("larger_than_chip", (3, 48, 151, 157), 8)
 
@@ -239,6 +240,10 @@ def emulator(build: Callable[[list[Path], str], Path]) -> Emulator:
     return Emulator(build([*KERNELS, *plan, *sorted(EMULATOR.glob("*.cpp"))], "emulator"))
 
 
+def numbers(plan: str) -> dict[str, int]:
+    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", plan)}
+
+
 def run_twice(emulator: Emulator, inputs: Inputs, pin: Pin, **options) -> Results:
     """The results, which do not depend on the order in which threads run."""
     first, second = torch.randint(1 << 62, (2,)).tolist()
@@ -259,13 +264,28 @@ def test_scheme(emulator, dtypes, case, pin):
     assert_parity(run_twice(emulator, inputs, pin), inputs)
 
 
+def test_clusters_of_one_sample_and_of_all(emulator):
+    """Of the geometries of test_scheme, so that it has both backward kernels."""
+    kinds = set()
+    for case in CASES:
+        inputs = make_inputs(case, "cpu", torch.float32)
+        for pin in PINS[:3]:
+            try:
+                _, (_, plan) = emulator(inputs, pin)
+            except CannotPlanError:
+                continue
+            number = numbers(plan)
+            kinds.add((number["splits"] > 1, number["cluster"] == case.N * number["splits"]))
+    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
+
+
 @pytest.mark.parametrize("samples", [0, 1])
 @pytest.mark.parametrize("name", ["float", "bfloat16", "half to float"])
 def test_more_than_the_chip_keeps(emulator, name, samples):
     inputs = make_inputs(LARGE, "cpu", *MIXED[name])
     results, plans = emulator(inputs, Pin("cooperative", samples))
     for plan in plans:
-        number = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", plan)}
+        number = numbers(plan)
         assert number["pixels_kept"] * number["rows"] < number["pixels_per_split"], plan
     assert_parity(results, inputs)
 

@@ -225,7 +225,24 @@ def test_answer_is_complete(device_type, backward):
     assert answer["plan"].startswith(answer["rule"])
     assert len(answer["reason"]) > 20
     assert answer["minimum_bytes"] == (3 if backward else 2) * case.numel * 2
-    assert answer["declined"] == []
+    assert all(rule["rule"] != answer["rule"] and rule["failed"] for rule in answer["declined"])
+
+
+def test_clusters_of_all_samples_need_no_second_launch():
+    """They add dgamma and dbeta up themselves; others leave sums in the workspace."""
+    seen = set()
+    for case in KERNEL_CASES + EDGE_CASES + MODEL_CASES:
+        answer = explain(case, "cuda", True)
+        if answer["rule"] != "resident":
+            continue
+        plan = geometry(answer)
+        has_all = plan["cluster"] == case.N * plan["splits"]
+        assert has_all or plan["cluster"] == plan["splits"], answer
+        assert (answer["workspace_bytes"] == 0) == has_all, answer
+        seen.add((has_all, case.N > 1, plan["splits"] > 1))
+    # Of one sample and of several, split and whole.
+    assert seen >= {(True, True, True), (True, True, False), (False, True, True)}
+    assert {kind for kind in seen if kind[:2] == (True, False)}
 
 
 def test_alignment_narrows_the_vector():

@@ -32,6 +32,7 @@ CASES = (
     Case("many_tiles", (2, 1040, 7, 5), 26),
     Case("one_group", (3, 96, 17, 9), 1),
     Case("group_each", (3, 96, 17, 9), 96),
+    Case("samples", (17, 16, 7, 5), 2),  # more than blocks of a cluster
     Case("larger_than_chip", (6, 48, 251, 257), 8),
 )
 

@@ -3,7 +3,7 @@
 // order:
 //   begin()
 //   ready(values that the block will get)
-//   put(slot, value, lane, lanes), by runs of `lanes` threads
+//   put(slot, value, lane, lanes), by runs of `lanes` threads: to all of them
 //   wait(), after which the slots can be read
 #pragma once
 
@@ -17,12 +17,14 @@ namespace gn_override {
 // so a block may exit as soon as it has what it needs.
 template <typename Value>
 struct ClusterExchange {
-  int blocks; // of the cluster
+  int cluster; // its blocks
+  int first; // block of those that share the item
+  int blocks; // that do
   Value* slots; // in the same place of each block
   uint64_t* barrier; // counts the bytes that arrive; likewise
 
   __device__ void begin() const {
-    if (kHasClusters && blocks > 1) {
+    if (kHasClusters && cluster > 1) {
       if (threadIdx.x == 0) {
         begin_counting(barrier);
       }
@@ -31,7 +33,7 @@ struct ClusterExchange {
   }
 
   __device__ void ready(int values) const {
-    if (kHasClusters && blocks > 1) {
+    if (kHasClusters && cluster > 1) {
       wait_for_cluster();
       if (threadIdx.x == 0) {
         expect_bytes(barrier, values * static_cast<int>(sizeof(Value)));
@@ -40,9 +42,9 @@ struct ClusterExchange {
   }
 
   __device__ void put(int slot, const Value& value, int lane, int lanes) const {
-    if (kHasClusters && blocks > 1) {
+    if (kHasClusters && cluster > 1) {
       for (int block = lane; block < blocks; block += lanes) {
-        send(value, slots + slot, barrier, block);
+        send(value, slots + slot, barrier, first + block);
       }
       return;
     }
@@ -51,8 +53,17 @@ struct ClusterExchange {
     }
   }
 
+  // To one block of the cluster, by one thread.
+  __device__ void give(int block, int slot, const Value& value) const {
+    if (kHasClusters && cluster > 1) {
+      send(value, slots + slot, barrier, block);
+    } else {
+      slots[slot] = value;
+    }
+  }
+
   __device__ void wait() const {
-    if (kHasClusters && blocks > 1) {
+    if (kHasClusters && cluster > 1) {
       wait_for_bytes(barrier);
       return;
     }

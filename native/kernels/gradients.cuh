@@ -212,6 +212,22 @@ __device__ __forceinline__ void fold_rows(
   });
 }
 
+// Those of a channel that are wanted.
+template <typename T>
+__device__ __forceinline__ void set_parameter_gradients(
+    int channel,
+    Accumulator<T> ds,
+    Accumulator<T> db,
+    const ParameterOut<T>& dgamma,
+    const ParameterOut<T>& dbeta) {
+  if (dgamma.data != nullptr) {
+    dgamma.set(channel, ds);
+  }
+  if (dbeta.data != nullptr) {
+    dbeta.set(channel, db);
+  }
+}
+
 // Channels of dgamma and dbeta that a block takes at once.
 constexpr int kParameterChannels = 8;
 
@@ -260,12 +276,7 @@ __device__ __forceinline__ void sum_parameter_gradients(
     left = half;
   }
   if (row == 0 && channel < C) {
-    if (dgamma.data != nullptr) {
-      dgamma.set(channel, ds.value());
-    }
-    if (dbeta.data != nullptr) {
-      dbeta.set(channel, db.value());
-    }
+    set_parameter_gradients(channel, ds.value(), db.value(), dgamma, dbeta);
   }
 }
 

@@ -32,7 +32,8 @@ constexpr int kResidentBlocks = kWholeChip || sizeof(T) == 8 ? 1 : 2;
 // How the whole chip walks the samples; a cluster has one wave.
 struct Waves {
   int count;
-  int samples; // of a wave
+  FastDivisor samples; // of a wave, or of a cluster
+  FastDivisor cluster; // its blocks
   FastDivisor places; // of a thread's ring
   int cached; // pixels of a thread, see Retention
 };
@@ -55,21 +56,26 @@ using Exchange =
 template <bool kWholeChip>
 constexpr int kHeldParts = kWholeChip ? 5 : 1;
 
-// Blocks in cluster order: splits, then tiles, then samples of the first wave.
+// Blocks in cluster order: splits, then tiles, then samples of the first wave;
+// where a cluster has all samples, these come before the tiles.
+template <bool kAllSamples = false>
 __device__ __forceinline__ Position position_in_cluster_order(
     const Shape& shape,
     const Tiling& tiling,
+    const Waves& waves,
     int vector) {
   const int block = blockIdx.x;
   const int item = tiling.splits.quotient(block);
-  const int n = tiling.column_tiles.quotient(item);
+  const FastDivisor& inner = kAllSamples ? waves.samples : tiling.column_tiles;
+  const int outer = inner.quotient(item);
+  const int rest = item - outer * inner.divisor();
   return Position(
       shape,
       tiling,
       vector,
-      n,
+      kAllSamples ? rest : outer,
       block - item * tiling.splits.divisor(),
-      item - n * tiling.column_tiles.divisor());
+      kAllSamples ? outer : rest);
 }
 
 // What a block works on in all waves, but for the sample.
@@ -96,11 +102,16 @@ struct Item {
 
 // Its exchange: slots of the cluster are the item's, slots of the chip those of
 // all items.
-template <bool kWholeChip, typename Value, int kVector>
+template <
+    bool kWholeChip,
+    bool kAllSamples = false,
+    typename Value,
+    int kVector>
 __device__ __forceinline__ Exchange<kWholeChip, Value> exchange_of(
     const Shape& shape,
     const Tiling& tiling,
     const ResidentLayout& layout,
+    const Waves& waves,
     const Position& at,
     const Item<kVector>& item,
     unsigned char* shared,
@@ -108,8 +119,11 @@ __device__ __forceinline__ Exchange<kWholeChip, Value> exchange_of(
   if constexpr (kWholeChip) {
     return {of_chip + (at.n * shape.G + item.first_group) * item.parts};
   } else {
+    const int splits = tiling.splits.divisor();
     return {
-        tiling.splits.divisor(),
+        kAllSamples ? waves.cluster.divisor() : splits,
+        kAllSamples ? static_cast<int>(at.n) * splits : 0,
+        splits,
         reinterpret_cast<Value*>(shared + layout.slots),
         reinterpret_cast<uint64_t*>(shared + layout.barrier)};
   }
@@ -143,7 +157,7 @@ __global__ void __launch_bounds__(
         ParameterOut<TY> mean_out,
         ParameterOut<TY> rstd_out) {
   using Acc = Accumulator<T>;
-  Position at = position_in_cluster_order(shape, tiling, kVector);
+  Position at = position_in_cluster_order(shape, tiling, waves, kVector);
   const Item<kVector> item(shape, tiling, at);
 
   unsigned char* const shared = dynamic_shared_memory();
@@ -151,8 +165,8 @@ __global__ void __launch_bounds__(
   auto* const total = reinterpret_cast<Moments<Acc>*>(shared + layout.total);
   auto* const parameters =
       reinterpret_cast<Pair<Acc>*>(shared + layout.parameters);
-  auto exchange =
-      exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
+  auto exchange = exchange_of<kWholeChip>(
+      shape, tiling, layout, waves, at, item, shared, of_chip);
 
   allow_next_kernel();
   exchange.begin(); // fences: before any copy
@@ -253,10 +267,10 @@ __global__ void __launch_bounds__(
     });
     __syncthreads();
     ++wave;
-    const int64_t next_offset =
-        offset + waves.samples * shape.HxW * static_cast<int64_t>(shape.C);
-    const bool next_exists =
-        kWholeChip && wave < waves.count && at.n + waves.samples < shape.N;
+    const int64_t next_offset = offset +
+        waves.samples.divisor() * shape.HxW * static_cast<int64_t>(shape.C);
+    const bool next_exists = kWholeChip && wave < waves.count &&
+        at.n + waves.samples.divisor() < shape.N;
 
     if (at.active && exists) {
       const Normalization<T, TY, kVector, kFused> normalized(
@@ -281,21 +295,57 @@ __global__ void __launch_bounds__(
     if (!kWholeChip || wave == waves.count) {
       return;
     }
-    at.n += waves.samples;
+    at.n += waves.samples.divisor();
     offset = next_offset;
     ring.reversed = !ring.reversed;
     if constexpr (kWholeChip) {
-      exchange.slots += int64_t{1} * waves.samples * shape.G * item.parts;
+      exchange.slots +=
+          int64_t{1} * waves.samples.divisor() * shape.G * item.parts;
     }
   }
 }
 
 // -- backward ----------------------------------------------------------------
 
+// How the blocks of a cluster that has all samples share the channels whose
+// dgamma and dbeta they add up: channel c of the tile is that of block c modulo
+// their number, which has a slot for what each of them found.
+struct ClusterShare {
+  FastDivisor blocks;
+  int rank; // of this block
+  int channels; // of this block
+  int first_slot;
+
+  __device__
+  ClusterShare(FastDivisor blocks, int rank, int of_tile, int first_slot)
+      : blocks(blocks),
+        rank(rank),
+        channels(of_tile > rank ? blocks.quotient(of_tile - rank - 1) + 1 : 0),
+        first_slot(first_slot) {}
+
+  // That the block will get.
+  __device__ int values() const {
+    return channels * blocks.divisor();
+  }
+
+  // Of this block's i-th channel, from a block.
+  __device__ int slot(int i, int from) const {
+    return first_slot + i * blocks.divisor() + from;
+  }
+};
+
 // dX unless it is null, and unless `sums` is null, sums[n][split][c] =
 // (sum dZ xhat, sum dZ), from which a cluster leaves dgamma and dbeta to
 // parameter_gradients. per_group and of_chip: as forward.
-template <typename T, typename TY, int kVector, bool kWholeChip, bool kFused>
+// kAllSamples: a cluster has all blocks of a tile, and adds these sums up
+// itself.
+template <
+    typename T,
+    typename TY,
+    int kVector,
+    bool kWholeChip,
+    bool kAllSamples,
+    bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
     (kResidentBlocks<T, kWholeChip>))
@@ -318,7 +368,9 @@ __global__ void __launch_bounds__(
         ParameterOut<TY> dgamma,
         ParameterOut<TY> dbeta) {
   using Acc = Accumulator<T>;
-  Position at = position_in_cluster_order(shape, tiling, kVector);
+  static_assert(!kWholeChip || !kAllSamples);
+  Position at =
+      position_in_cluster_order<kAllSamples>(shape, tiling, waves, kVector);
   const Item<kVector> item(shape, tiling, at);
 
   unsigned char* const shared = dynamic_shared_memory();
@@ -333,8 +385,13 @@ __global__ void __launch_bounds__(
   auto* const maps = reinterpret_cast<Pair<Acc>*>(shared + layout.maps);
   const auto* const own_maps = maps + at.column * (kVector + 1);
   auto* const channels = reinterpret_cast<Pair<Acc>*>(shared + layout.channels);
-  auto exchange =
-      exchange_of<kWholeChip>(shape, tiling, layout, at, item, shared, of_chip);
+  auto exchange = exchange_of<kWholeChip, kAllSamples>(
+      shape, tiling, layout, waves, at, item, shared, of_chip);
+  const ClusterShare share( // kAllSamples alone
+      waves.cluster,
+      static_cast<int>(at.n) * tiling.splits.divisor() + at.split,
+      kAllSamples ? item.channels : 0,
+      item.groups * item.parts);
 
   allow_next_kernel();
   exchange.begin(); // fences: before any copy
@@ -428,6 +485,8 @@ __global__ void __launch_bounds__(
       });
       gradients.finish(rstd, of_thread);
     }
+    exchange.ready(
+        item.groups * item.parts + (kAllSamples ? share.values() : 0));
     fold_rows<TY>(
         tiling,
         at,
@@ -441,9 +500,13 @@ __global__ void __launch_bounds__(
               const int64_t row = at.n * tiling.splits.divisor() + at.split;
               sums[row * shape.C + item.first_channel + c] = sum;
             }
+            if constexpr (kAllSamples) {
+              const int i = share.blocks.quotient(c);
+              const int to = c - i * share.blocks.divisor();
+              exchange.give(to, share.slot(i, share.rank), sum);
+            }
           }
         });
-    exchange.ready(item.groups * item.parts);
     const int D = shape.D.divisor();
     const Runs of_group(tiling.lanes_per_segment);
     __syncthreads();
@@ -490,12 +553,13 @@ __global__ void __launch_bounds__(
     });
     __syncthreads();
     ++wave;
-    const int64_t next_offset =
-        offset + waves.samples * shape.HxW * static_cast<int64_t>(shape.C);
-    const bool next_exists =
-        kWholeChip && wave < waves.count && at.n + waves.samples < shape.N;
+    const int64_t next_offset = offset +
+        waves.samples.divisor() * shape.HxW * static_cast<int64_t>(shape.C);
+    const bool next_exists = kWholeChip && wave < waves.count &&
+        at.n + waves.samples.divisor() < shape.N;
     if (next_exists) {
-      const int64_t index = (at.n + waves.samples) * shape.G + item.first_group;
+      const int64_t index =
+          (at.n + waves.samples.divisor()) * shape.G + item.first_group;
       means.fetch(index);
       rstds.fetch(index);
     }
@@ -534,15 +598,30 @@ __global__ void __launch_bounds__(
     if (!kWholeChip || wave == waves.count) {
       break;
     }
-    at.n += waves.samples;
+    at.n += waves.samples.divisor();
     offset = next_offset;
     ring.reversed = !ring.reversed;
     if constexpr (kWholeChip) {
-      exchange.slots += int64_t{1} * waves.samples * shape.G * item.parts;
+      exchange.slots +=
+          int64_t{1} * waves.samples.divisor() * shape.G * item.parts;
       __syncthreads(); // the moments of this wave have been read
     }
   }
 
+  if constexpr (kAllSamples) {
+    for (int i = threadIdx.x; i < share.channels; i += blockDim.x) {
+      auto ds = CompensatedSum<Acc>::zero();
+      auto db = CompensatedSum<Acc>::zero();
+      for (int block = 0; block < share.blocks.divisor(); ++block) {
+        const Pair<Acc> sum = exchange.slots[share.slot(i, block)];
+        ds.add(sum.first);
+        db.add(sum.second);
+      }
+      const int c = i * share.blocks.divisor() + share.rank;
+      set_parameter_gradients(
+          item.first_channel + c, ds.value(), db.value(), dgamma, dbeta);
+    }
+  }
   // All blocks' sums were there when they met for the last time. Theirs take
   // the slab's place, in which each thread has a ring at least.
   static_assert(

@@ -26,6 +26,7 @@ inline ResidentLaunch resident_launch(
     const Plan& plan) {
   const bool whole_chip = plan.scheme == Scheme::kCooperative;
   const int64_t samples = whole_chip ? plan.samples_per_wave : problem.N;
+  const int of_cluster = whole_chip ? 1 : plan.cluster;
   const int64_t of_batch = ring_pixels(problem.direction);
   // A warp reads what the blocks of a cluster found of a group; those of the
   // chip leave a part each.
@@ -35,24 +36,31 @@ inline ResidentLaunch resident_launch(
       {.blocks = blocks_of(plan, samples),
        .threads = static_cast<unsigned>(plan.threads),
        .shared_bytes = plan.shared_bytes,
-       .cluster = whole_chip ? 1 : static_cast<unsigned>(plan.splits),
+       .cluster = static_cast<unsigned>(of_cluster),
        .cooperative = whole_chip},
       tiling_of(problem, plan, most_lanes),
       resident_layout(problem, plan, plan.pixels_kept),
       {static_cast<int>((problem.N + samples - 1) / samples),
-       static_cast<int>(samples),
+       FastDivisor(
+           whole_chip ? static_cast<int>(samples) : of_cluster / plan.splits),
+       FastDivisor(of_cluster),
        FastDivisor(
            static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch)),
        static_cast<int>(plan.pixels_cached)},
       1 / static_cast<double>(problem.HxW * problem.D())};
 }
 
-// Calls f(vector width, whether the whole chip shares items).
+// Calls f(vector width, whether the whole chip shares items, whether a cluster
+// has all samples).
 template <typename T, typename TY, typename F>
-cudaError_t with_resident_kernel(const Plan& plan, F f) {
+cudaError_t
+with_resident_kernel(const Problem& problem, const Plan& plan, F f) {
   return with_vector<T, TY, kNarrowestCopy>(plan, [&](auto vector) {
-    return plan.scheme == Scheme::kCooperative ? f(vector, std::true_type())
-                                               : f(vector, std::false_type());
+    using No = std::false_type;
+    using Yes = std::true_type;
+    return plan.scheme == Scheme::kCooperative   ? f(vector, Yes(), No())
+        : cluster_has_all_samples(problem, plan) ? f(vector, No(), Yes())
+                                                 : f(vector, No(), No());
   });
 }
 
@@ -66,26 +74,27 @@ cudaError_t resident_forward(
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wide = problem.statistics_dtype() == DType::kFloat;
   const ResidentLaunch launch = resident_launch(problem, plan);
-  return with_resident_kernel<T, TY>(plan, [&](auto vector, auto whole_chip) {
-    return launch_kernel<
-        resident_forward_kernel<T, TY, vector, whole_chip, kFused>>(
-        launch.shape,
-        stream,
-        shape_of(problem),
-        launch.tiling,
-        launch.layout,
-        launch.waves,
-        static_cast<Acc>(launch.per_group),
-        static_cast<Acc>(arguments.eps),
-        static_cast<const T*>(arguments.X),
-        ParameterIn<TY>{arguments.gamma, is_float},
-        ParameterIn<TY>{arguments.beta, is_float},
-        problem.activation, // kFused alone
-        static_cast<Moments<Acc>*>(arguments.workspace),
-        static_cast<TY*>(arguments.Y),
-        ParameterOut<TY>{arguments.mean, wide},
-        ParameterOut<TY>{arguments.rstd, wide});
-  });
+  return with_resident_kernel<T, TY>(
+      problem, plan, [&](auto vector, auto whole_chip, auto) {
+        return launch_kernel<
+            resident_forward_kernel<T, TY, vector, whole_chip, kFused>>(
+            launch.shape,
+            stream,
+            shape_of(problem),
+            launch.tiling,
+            launch.layout,
+            launch.waves,
+            static_cast<Acc>(launch.per_group),
+            static_cast<Acc>(arguments.eps),
+            static_cast<const T*>(arguments.X),
+            ParameterIn<TY>{arguments.gamma, is_float},
+            ParameterIn<TY>{arguments.beta, is_float},
+            problem.activation, // kFused alone
+            static_cast<Moments<Acc>*>(arguments.workspace),
+            static_cast<TY*>(arguments.Y),
+            ParameterOut<TY>{arguments.mean, wide},
+            ParameterOut<TY>{arguments.rstd, wide});
+      });
 }
 
 template <typename T, typename TY, bool kFused>
@@ -100,13 +109,20 @@ cudaError_t resident_backward(
   const ResidentLaunch launch = resident_launch(problem, plan);
   const int64_t rows = problem.N * plan.splits;
   auto* const of_chip = static_cast<Pair<Acc>*>(arguments.workspace);
-  auto* const sums = !problem.wants_parameters() ? nullptr
-      : plan.scheme == Scheme::kCooperative      ? of_chip + rows * problem.G
-                                                 : of_chip;
-  const cudaError_t error =
-      with_resident_kernel<T, TY>(plan, [&](auto vector, auto whole_chip) {
-        return launch_kernel<
-            resident_backward_kernel<T, TY, vector, whole_chip, kFused>>(
+  auto* const sums =
+      !problem.wants_parameters() || cluster_has_all_samples(problem, plan)
+      ? nullptr
+      : plan.scheme == Scheme::kCooperative ? of_chip + rows * problem.G
+                                            : of_chip;
+  const cudaError_t error = with_resident_kernel<T, TY>(
+      problem, plan, [&](auto vector, auto whole_chip, auto all_samples) {
+        return launch_kernel<resident_backward_kernel<
+            T,
+            TY,
+            vector,
+            whole_chip,
+            all_samples,
+            kFused>>(
             launch.shape,
             stream,
             shape_of(problem),
@@ -127,7 +143,8 @@ cudaError_t resident_backward(
             ParameterOut<TY>{arguments.dgamma, is_float},
             ParameterOut<TY>{arguments.dbeta, is_float});
       });
-  if (error != cudaSuccess || plan.scheme == Scheme::kCooperative) {
+  if (error != cudaSuccess || plan.scheme == Scheme::kCooperative ||
+      cluster_has_all_samples(problem, plan)) {
     return error;
   }
   return launch_parameter_gradients<TY>(problem, rows, sums, arguments, stream);

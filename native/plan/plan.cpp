@@ -145,6 +145,9 @@ std::string to_string(const Plan& plan) {
     field("threads", plan.threads);
     field("shared_bytes", plan.shared_bytes);
   }
+  if (plan.scheme == Scheme::kResident) {
+    field("cluster", plan.cluster);
+  }
   if (plan.scheme == Scheme::kCooperative) {
     field("samples_per_wave", plan.samples_per_wave);
     field("pixels_kept", plan.pixels_kept);

@@ -30,6 +30,9 @@ struct Plan {
   int splits = 1;
   int64_t pixels_per_split = 0;
   int threads = 0; // of a block: rows * columns in whole warps
+  // Blocks of a cluster: the splits of a sample or, backward, of all samples,
+  // which then add up dgamma and dbeta as well.
+  int cluster = 1;
   int64_t shared_bytes = 0; // dynamic, of a block
   // The schemes that keep X on chip: a thread has room for `pixels_kept` of its
   // pixels; cooperative: of `samples_per_wave` samples at a time, and the L2

@@ -58,42 +58,51 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
 // their candidates; they decide nothing else. Fitted to a sweep of the plans of
-// 115 shapes on an H200. tools/tune.py makes such sweeps, and says how much
+// 117 shapes on an H200. tools/tune.py makes such sweeps, and says how much
 // longer the plans that are chosen take than the best ones.
 
 // By direction: forward, backward.
 using ByDirection = std::array<double, 2>;
 
 // A slice of s bytes a pixel takes longer than its bytes: by what it touches of
-// bursts that it shares with the next slice, and by a part of each burst.
+// bursts and of sectors that it shares with the next slice, and by a part of
+// each burst.
 constexpr int64_t kBurst = 64;
-constexpr double kSharedBurst = 0.36;
-constexpr ByDirection kEverySlice{0.14, 0.168};
+constexpr int64_t kSector = 32;
+constexpr double kSharedBurst = 0.396;
+constexpr double kSharedSector = 1.72;
+constexpr ByDirection kEverySlice{0.253, 0.196};
 // And vectors of less than 16 bytes, or of 2, take more instructions.
-constexpr double kNarrowVectors = 1.5;
-constexpr double kNarrowestVectors = 2;
+constexpr double kNarrowVectors = 1.547;
+constexpr double kNarrowestVectors = 3.27;
 // More so where the whole chip has several slices of them.
-constexpr double kNarrowSlices = 1.35;
+constexpr double kNarrowSlices = 1.177;
 
 // The resident scheme: a call, and what a multiprocessor moves, or its share of
 // what the chip can.
-constexpr ByDirection kResidentCall{5920, 8100};
-constexpr double kMultiprocessorBytesPerNs = 44;
-constexpr ByDirection kShareBytesPerNs{33, 34.5};
+constexpr ByDirection kResidentCall{4760, 5980};
+constexpr double kMultiprocessorBytesPerNs = 52.1;
+constexpr ByDirection kShareBytesPerNs{44.9, 47.3};
+// That is what infinitely many threads would move: what so many of them would
+// is lost. Each thread of the blocks that start first takes time as well.
+constexpr double kLostThreads = 64.6;
+constexpr double kThread = 2.13;
 // What each wave of blocks but the first loses between its loads and its
 // stores, by the blocks that share a multiprocessor.
-constexpr std::array kPhaseChange{2100.0, 1230.0, 550.0};
+constexpr std::array kPhaseChange{3270.0, 1830.0, 1800.0, 1060.0};
 // And each wave: for every channel that it folds, and every doubling of the
 // cluster.
-constexpr ByDirection kFoldedChannel{2.4, 2.3};
-constexpr double kClusterBarrier = 283;
+constexpr ByDirection kFoldedChannel{7.55, 4.69};
+constexpr double kClusterBarrier = 40.9;
+// And backward a second launch, where a cluster has not all samples.
+constexpr double kParameterGradients = 1800;
 
 // The cooperative scheme: a call, a wave, and what a block reads of a group in
 // an exchange.
-constexpr ByDirection kCooperativeCall{4680, 7420};
-constexpr ByDirection kCooperativeWave{3810, 3440};
-constexpr double kExchangedPart = 1.03;
-constexpr double kCooperativeBytesPerNs = 33;
+constexpr ByDirection kCooperativeCall{3920, 5450};
+constexpr ByDirection kCooperativeWave{3790, 3840};
+constexpr double kExchangedPart = 0.603;
+constexpr double kCooperativeBytesPerNs = 36;
 
 // Where a wave's operands are at most so many times the L2 cache, half of the
 // cache can be made to hold pixels until they are read again, which then takes
@@ -101,8 +110,8 @@ constexpr double kCooperativeBytesPerNs = 33;
 constexpr int64_t kCachedWave = 3;
 constexpr double kCachedGain = 0.6;
 
-constexpr ByDirection kTwoPassCall{9430, 13060};
-constexpr double kTwoPassBytesPerNs = 29.6;
+constexpr ByDirection kTwoPassCall{9170, 13200};
+constexpr double kTwoPassBytesPerNs = 28.8;
 
 constexpr int kMostThreads = 512;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
@@ -154,10 +163,12 @@ double slice_bytes(
     int64_t pixels,
     int64_t element) {
   const int64_t slice = int64_t{1} * plan.columns * plan.vector * element;
-  const auto shared = static_cast<double>(kBurst - std::gcd(slice, kBurst));
+  const auto shared = [&](int64_t unit) {
+    return static_cast<double>(unit - std::gcd(slice, unit));
+  };
   return static_cast<double>(pixels) * narrowness(problem) *
-      (static_cast<double>(slice) + kSharedBurst * shared +
-       of(kEverySlice, problem) * kBurst);
+      (static_cast<double>(slice) + kSharedBurst * shared(kBurst) +
+       kSharedSector * shared(kSector) + of(kEverySlice, problem) * kBurst);
 }
 
 // A block's pixels of X, and backward of dY.
@@ -175,14 +186,14 @@ double bytes_written(const Problem& problem, const Plan& plan) {
       problem, plan, plan.pixels_per_split, problem.element_bytes_written());
 }
 
-// Slices of whole groups and whole vectors, as vectors: of one to eight bursts,
+// Slices of whole groups and whole vectors, as vectors: of one to ten bursts,
 // or what comes next.
 template <typename F>
 void for_each_slice(const Problem& problem, const Device& device, F f) {
   const int vector = vector_width(problem);
   const int64_t unit = std::lcm<int64_t>(problem.D(), vector);
   int64_t last = 0;
-  for (const int64_t bursts : {1, 2, 4, 8}) {
+  for (const int64_t bursts : {1, 2, 3, 4, 6, 8, 10}) {
     const int64_t wanted = bursts * kBurst / size_of(problem.dtype);
     const int64_t columns =
         std::min(ceil_div(wanted, unit) * unit, problem.C) / vector;
@@ -209,44 +220,54 @@ Candidate resident_candidate(
     const Problem& problem,
     const Device& device,
     int columns,
-    int cluster,
+    int splits,
+    int64_t samples, // of a cluster
     int threads) {
   Candidate result;
   Plan& plan = result.plan;
-  plan = slices(problem, Scheme::kResident, columns, cluster, threads);
-  if (plan.threads > kMostThreads || plan.splits != cluster) {
+  plan = slices(problem, Scheme::kResident, columns, splits, threads);
+  const int64_t cluster = splits * samples;
+  if (plan.threads > kMostThreads || plan.splits != splits ||
+      cluster >= std::ssize(device.clusters) || device.clusters[cluster] == 0) {
     return result;
   }
+  plan.cluster = static_cast<int>(cluster);
   plan.pixels_kept = pixels_of_thread(plan);
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
   const int64_t resident = residents(problem, device, plan);
   if (plan.shared_bytes > device.shared_memory_per_block || resident < 1) {
     return result;
   }
-  if (problem.wants_parameters()) {
+  const bool leaves_sums =
+      problem.wants_parameters() && !cluster_has_all_samples(problem, plan);
+  if (leaves_sums) {
     plan.workspace_bytes = static_cast<size_t>(
-        2 * problem.accumulator_bytes() * problem.N * cluster * problem.C);
+        2 * problem.accumulator_bytes() * problem.N * splits * problem.C);
   }
-  if (cluster > 1 && exceeds_workspace_share(problem, plan.workspace_bytes)) {
+  if (splits > 1 && exceeds_workspace_share(problem, plan.workspace_bytes)) {
     return result;
   }
 
-  const int64_t multiprocessors = device.clusters[cluster] * int64_t{cluster};
-  const int64_t blocks = problem.N * plan.column_tiles * cluster;
+  const int64_t multiprocessors = device.clusters[cluster] * cluster;
+  const int64_t blocks = problem.N * plan.column_tiles * splits;
   const int64_t waves = ceil_div(blocks, resident * multiprocessors);
+  const int64_t of_multiprocessor = ceil_div(blocks, multiprocessors);
+  const auto first_threads =
+      static_cast<double>(std::min(resident, of_multiprocessor) * plan.threads);
   const double block_bytes =
       bytes_read(problem, plan) + bytes_written(problem, plan);
-  const double moved = std::max(
-      ceil_div(blocks, multiprocessors) * block_bytes /
-          kMultiprocessorBytesPerNs,
-      blocks * block_bytes / (of(kShareBytesPerNs, problem) * device.sm_count));
+  const double moved = (1 + kLostThreads / first_threads) *
+      std::max(of_multiprocessor * block_bytes / kMultiprocessorBytesPerNs,
+               blocks * block_bytes /
+                   (of(kShareBytesPerNs, problem) * device.sm_count));
   const double phase_change =
       kPhaseChange[std::min<size_t>(resident, kPhaseChange.size()) - 1];
   const double of_wave =
       of(kFoldedChannel, problem) * plan.columns * plan.vector +
       kClusterBarrier * std::bit_width(static_cast<unsigned>(cluster - 1));
-  result.nanoseconds = of(kResidentCall, problem) + moved +
-      (waves - 1) * phase_change + waves * of_wave;
+  result.nanoseconds = of(kResidentCall, problem) +
+      (leaves_sums ? kParameterGradients : 0) + kThread * first_threads +
+      moved + (waves - 1) * phase_change + waves * of_wave;
   return result;
 }
 
@@ -262,18 +283,24 @@ Candidate best_resident(const Problem& problem, const Device& device) {
   if (!can_keep(problem)) {
     return best;
   }
+  const auto consider = [&](const Candidate& candidate) {
+    if (candidate.nanoseconds < best.nanoseconds) {
+      best = candidate;
+    }
+  };
   for_each_slice(problem, device, [&](int columns) {
-    for (int cluster = 1; cluster < std::ssize(device.clusters); ++cluster) {
+    for (int splits = 1; splits < std::ssize(device.clusters); ++splits) {
       for (const int threads : {kThreads, kMostThreads}) {
-        if (device.clusters[cluster] == 0 ||
-            (device.pins.splits > 0 && device.pins.splits != cluster) ||
+        if ((device.pins.splits > 0 && device.pins.splits != splits) ||
             (device.pins.threads > 0 && device.pins.threads != threads)) {
           continue;
         }
-        const Candidate candidate =
-            resident_candidate(problem, device, columns, cluster, threads);
-        if (candidate.nanoseconds < best.nanoseconds) {
-          best = candidate;
+        consider(
+            resident_candidate(problem, device, columns, splits, 1, threads));
+        if (problem.wants_parameters() && problem.N > 1 &&
+            problem.N < std::ssize(device.clusters)) {
+          consider(resident_candidate(
+              problem, device, columns, splits, problem.N, threads));
         }
       }
     }

@@ -48,12 +48,22 @@ constexpr int64_t ring_pixels(Direction direction) {
                                           : kRingPixels<Direction::kBackward>;
 }
 
+// Whether a cluster has all that dgamma and dbeta of its channels need.
+constexpr bool cluster_has_all_samples(
+    const Problem& problem,
+    const Plan& plan) {
+  return plan.scheme == Scheme::kResident && problem.wants_parameters() &&
+      plan.cluster == problem.N * plan.splits;
+}
+
 // The resident schemes' parts, as offsets in bytes.
 struct ResidentLayout {
   // An operand's slab is `pixels` x threads vectors, what each thread keeps:
   // backward, dY's comes before X's.
   int64_t slab_X;
   // What every block of a cluster found of each group: Moments, or two sums.
+  // Then, where a cluster has all samples, what each found of the channels
+  // whose dgamma and dbeta this block adds up.
   int64_t slots;
   int64_t total; // of each group: Moments, or two coefficients
   int64_t moments; // backward: mean and rstd of each group
@@ -82,7 +92,10 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   const int64_t kept = pixels * plan.threads * plan.vector;
   layout.slots = kept * problem.element_bytes_read();
   layout.slab_X = layout.slots - kept * size_of(problem.dtype);
-  layout.total = layout.slots + wide * blocks * parts;
+  const int64_t found = cluster_has_all_samples(problem, plan)
+      ? channels + plan.cluster // rounded up to a share of each block
+      : 0;
+  layout.total = layout.slots + wide * (blocks * parts + found);
   layout.moments = layout.total + wide * groups;
   layout.parameters = layout.moments + (forward ? 0 : pair * groups);
   layout.maps = layout.parameters + pair * channels;
