@@ -300,12 +300,16 @@ def test_activation(emulator, dtypes, pin, activation):
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
+@pytest.mark.parametrize("pin", (Pin(), *SCHEMES_OPEN), ids=str)
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16 to float"])
 def test_output_masks(emulator, name, pin, mask):
     inputs = make_inputs(CASES[0], "cpu", *MIXED[name])
     results, _ = emulator(inputs, pin, mask=mask)
     assert_parity(results, inputs, mask)
+    whole, _ = emulator(inputs, pin)
+    for name in ("dX", "dgamma", "dbeta"):
+        if getattr(results, name) is not None:
+            assert torch.equal(getattr(results, name), getattr(whole, name)), name
 
 
 @pytest.mark.parametrize("affine", ["none", "weight", "bias"])

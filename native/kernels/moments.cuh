@@ -128,13 +128,13 @@ struct DeviationSums {
 // The moments of all of read(0), ..., read(parts - 1), of which this thread
 // reads each `step`-th from `first` on, the first kHeld at once and once only;
 // sum(x) makes the array x the sums over the threads that share them, and all
-// of them get the result. near() is the mean of one or a few of the parts, for
-// all of these threads the same. known_count, unless it is null: the elements.
+// of them get the result. near() is the mean of one of the parts, for all of
+// these threads the same. known_count, unless it is null: the elements.
 //
 // Deviations are from near(), which is within sqrt(parts) of them if the parts
 // are of a size: M2 may lose `parts` units in the last place of an accumulator,
-// which two-byte results do not show. For others they are from the mean of all,
-// right up to the rounding of its sum.
+// and the mean a few, which two-byte results do not show. If `refined`, they
+// are from the mean of all, right up to the rounding of its sum.
 template <
     typename TY,
     int kHeld,
@@ -148,6 +148,7 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
     int parts,
     Read read,
     Near near,
+    bool refined,
     Sum sum,
     const Acc* known_count = nullptr) {
   Moments<Acc> held[kHeld];
@@ -171,7 +172,7 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
     }
   };
   Acc near_mean;
-  if constexpr (sizeof(TY) == 2) {
+  if (!refined) {
     near_mean = near();
   } else {
     Acc totals[2] = {0, 0}; // of n_i m_i, n_i
@@ -259,22 +260,20 @@ struct Normalization {
 
 // Items that a lane holds while it folds a segment.
 constexpr int kHeldItems = 4;
-// Rows of the segment's first channel whose mean is near that of all: as many
-// as make it near enough for a mean in float.
-constexpr int kNearRows = 4;
 
 // Folds the moments of a block's threads into those of its tile's segments
 // (what the tile and a group have in common): calls emit(group, part, Moments,
 // lane) for each of a segment's parts, which are those of its warps, or one, on
 // each of the lanes that folded it.
-// `shared` has room for fold_size() accumulators. All threads of the block must
-// call.
+// `shared` has room for fold_size() accumulators; `refined` as above. All
+// threads of the block must call.
 template <typename T, typename TY, int kVector, typename Emit>
 __device__ __forceinline__ void fold_segments(
     const Shape& shape,
     const Tiling& tiling,
     const Position& at,
     ChannelMoments<T, TY, kVector> moments,
+    bool refined,
     Pair<Accumulator<T>>* shared,
     Emit emit) {
   using Acc = Accumulator<T>;
@@ -327,14 +326,8 @@ __device__ __forceinline__ void fold_segments(
               one.second,
               static_cast<Acc>(row_pixels.of(row) << merge_shift)};
         },
-        [&] {
-          Acc sum = 0;
-#pragma unroll
-          for (int i = 0; i < kNearRows; ++i) {
-            sum += shared[begin * pitch + min(i, rows - 1)].first;
-          }
-          return sum / kNearRows;
-        },
+        [&] { return shared[begin * pitch].first; },
+        refined,
         [&](auto& sums) { sum_lanes(sums, runs.lanes); });
     if (exists) {
       emit(group, lane / kWarpSize, moment, lane % kWarpSize);

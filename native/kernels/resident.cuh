@@ -202,6 +202,7 @@ __global__ void __launch_bounds__(
     parameters[parameter_place<kVector>(tiling, c)].second = value;
   });
 
+  const bool refined = sizeof(TY) > 2 || mean_out.is_float;
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
     ChannelMoments<T, TY, kVector> moments;
@@ -218,6 +219,7 @@ __global__ void __launch_bounds__(
         tiling,
         at,
         moments,
+        refined,
         reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
         [&](int group, int part, const Moments<Acc>& moment, int lane) {
           if (exists) {
@@ -253,6 +255,7 @@ __global__ void __launch_bounds__(
           item.parts,
           [&](int i) { return exchange.slots[g * item.parts + i]; },
           [&] { return exchange.slots[g * item.parts].mean; },
+          refined,
           [&](auto& sums) { sum_lanes(sums, runs.lanes); },
           &count);
       of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       tiling,
       at,
       moments,
+      true,
       reinterpret_cast<Pair<Acc>*>(shared),
       [&](int group, int, const Moments<Acc>& moment, int lane) {
         if (lane == 0) {
@@ -109,6 +110,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
         return own[static_cast<int64_t>(split) * slots + i - split * tiles];
       },
       [&] { return own->mean; },
+      true,
       [&](auto& sums) { team.sum(sums); },
       &total);
   of_group.second = reciprocal_sqrt(of_group.second / total + eps);

@@ -56,6 +56,9 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 
 // -- resident ----------------------------------------------------------------
 
+// Plans are the same whichever gradients are wanted, so that none depends on
+// the others.
+
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
 // their candidates; they decide nothing else. Fitted to a sweep of the plans of
 // 117 shapes on an H200. tools/tune.py makes such sweeps, and says how much
@@ -69,40 +72,40 @@ using ByDirection = std::array<double, 2>;
 // each burst.
 constexpr int64_t kBurst = 64;
 constexpr int64_t kSector = 32;
-constexpr double kSharedBurst = 0.396;
-constexpr double kSharedSector = 1.72;
-constexpr ByDirection kEverySlice{0.253, 0.196};
+constexpr double kSharedBurst = 0.382;
+constexpr double kSharedSector = 1.63;
+constexpr ByDirection kEverySlice{0.259, 0.239};
 // And vectors of less than 16 bytes, or of 2, take more instructions.
-constexpr double kNarrowVectors = 1.547;
-constexpr double kNarrowestVectors = 3.27;
+constexpr double kNarrowVectors = 1.754;
+constexpr double kNarrowestVectors = 2;
 // More so where the whole chip has several slices of them.
-constexpr double kNarrowSlices = 1.177;
+constexpr double kNarrowSlices = 1.0606;
 
 // The resident scheme: a call, and what a multiprocessor moves, or its share of
 // what the chip can.
-constexpr ByDirection kResidentCall{4760, 5980};
-constexpr double kMultiprocessorBytesPerNs = 52.1;
-constexpr ByDirection kShareBytesPerNs{44.9, 47.3};
+constexpr ByDirection kResidentCall{3250, 4600};
+constexpr double kMultiprocessorBytesPerNs = 54.1;
+constexpr ByDirection kShareBytesPerNs{46.3, 48.8};
 // That is what infinitely many threads would move: what so many of them would
 // is lost. Each thread of the blocks that start first takes time as well.
-constexpr double kLostThreads = 64.6;
-constexpr double kThread = 2.13;
+constexpr double kLostThreads = 96.3;
+constexpr double kThread = 3.6;
 // What each wave of blocks but the first loses between its loads and its
 // stores, by the blocks that share a multiprocessor.
-constexpr std::array kPhaseChange{3270.0, 1830.0, 1800.0, 1060.0};
+constexpr std::array kPhaseChange{2970.0, 1470.0, 1450.0, 674.0};
 // And each wave: for every channel that it folds, and every doubling of the
 // cluster.
-constexpr ByDirection kFoldedChannel{7.55, 4.69};
-constexpr double kClusterBarrier = 40.9;
+constexpr ByDirection kFoldedChannel{8.92, 5.11};
+constexpr double kClusterBarrier = 280;
 // And backward a second launch, where a cluster has not all samples.
-constexpr double kParameterGradients = 1800;
+constexpr double kParameterGradients = 1790;
 
 // The cooperative scheme: a call, a wave, and what a block reads of a group in
 // an exchange.
-constexpr ByDirection kCooperativeCall{3920, 5450};
-constexpr ByDirection kCooperativeWave{3790, 3840};
-constexpr double kExchangedPart = 0.603;
-constexpr double kCooperativeBytesPerNs = 36;
+constexpr ByDirection kCooperativeCall{3580, 4510};
+constexpr ByDirection kCooperativeWave{4060, 4450};
+constexpr double kExchangedPart = 0.8;
+constexpr double kCooperativeBytesPerNs = 35.5;
 
 // Where a wave's operands are at most so many times the L2 cache, half of the
 // cache can be made to hold pixels until they are read again, which then takes
@@ -110,8 +113,8 @@ constexpr double kCooperativeBytesPerNs = 36;
 constexpr int64_t kCachedWave = 3;
 constexpr double kCachedGain = 0.6;
 
-constexpr ByDirection kTwoPassCall{9170, 13200};
-constexpr double kTwoPassBytesPerNs = 28.8;
+constexpr ByDirection kTwoPassCall{9030, 13300};
+constexpr double kTwoPassBytesPerNs = 28.5;
 
 constexpr int kMostThreads = 512;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
@@ -238,8 +241,8 @@ Candidate resident_candidate(
   if (plan.shared_bytes > device.shared_memory_per_block || resident < 1) {
     return result;
   }
-  const bool leaves_sums =
-      problem.wants_parameters() && !cluster_has_all_samples(problem, plan);
+  const bool leaves_sums = problem.direction == Direction::kBackward &&
+      !cluster_has_all_samples(problem, plan);
   if (leaves_sums) {
     plan.workspace_bytes = static_cast<size_t>(
         2 * problem.accumulator_bytes() * problem.N * splits * problem.C);
@@ -297,7 +300,7 @@ Candidate best_resident(const Problem& problem, const Device& device) {
         }
         consider(
             resident_candidate(problem, device, columns, splits, 1, threads));
-        if (problem.wants_parameters() && problem.N > 1 &&
+        if (problem.direction == Direction::kBackward && problem.N > 1 &&
             problem.N < std::ssize(device.clusters)) {
           consider(resident_candidate(
               problem, device, columns, splits, problem.N, threads));
@@ -360,8 +363,8 @@ Candidate cooperative_candidate(
   // What the blocks found of each group: Moments, or two sums. And sums of each
   // channel.
   const bool forward = problem.direction == Direction::kForward;
-  const int64_t results = problem.G * (forward ? 4 : 2) +
-      (problem.wants_parameters() ? 2 * problem.C : 0);
+  const int64_t results =
+      problem.G * (forward ? 4 : 2) + (forward ? 0 : 2 * problem.C);
   plan.workspace_bytes = static_cast<size_t>(
       problem.accumulator_bytes() * problem.N * plan.splits * results);
   if (exceeds_workspace_share(problem, plan.workspace_bytes)) {

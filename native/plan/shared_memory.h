@@ -52,7 +52,8 @@ constexpr int64_t ring_pixels(Direction direction) {
 constexpr bool cluster_has_all_samples(
     const Problem& problem,
     const Plan& plan) {
-  return plan.scheme == Scheme::kResident && problem.wants_parameters() &&
+  return plan.scheme == Scheme::kResident &&
+      problem.direction == Direction::kBackward &&
       plan.cluster == problem.N * plan.splits;
 }
 
