@@ -127,9 +127,10 @@ struct DeviationSums {
 
 // The moments of all of read(0), ..., read(parts - 1), of which this thread
 // reads each `step`-th from `first` on, the first kHeld at once and once only;
-// sum(x) makes the array x the sums over the threads that share them, and all
-// of them get the result. near() is the mean of one of the parts, for all of
-// these threads the same. known_count, unless it is null: the elements.
+// sum(x) makes the array or compensated sum x what the threads that share it
+// add up to, and all of them get the result. near() is the mean of one of the
+// parts, for all of these threads the same. known_count, unless it is null: the
+// elements.
 //
 // Deviations are from near(), which is within sqrt(parts) of them if the parts
 // are of a size: M2 may lose `parts` units in the last place of an accumulator,
@@ -192,10 +193,18 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
     totals.deviations.add(part, near_mean);
     totals.count += part.count;
   });
-  if (known_count == nullptr) {
+  if constexpr (sizeof(TY) == sizeof(Acc)) {
+    Acc plain[2] = {totals.deviations.of_mean, totals.count};
+    sum(plain);
+    totals.deviations.of_mean = plain[0];
+    totals.count = plain[1];
+    sum(totals.deviations.of_M2);
+  } else if (known_count == nullptr) {
     sum_members<Acc>(totals, sum);
   } else {
     sum_members<Acc>(totals.deviations, sum);
+  }
+  if (known_count != nullptr) {
     totals.count = *known_count;
   }
   const Acc of_mean = totals.deviations.of_mean;

@@ -111,6 +111,22 @@ template <typename T, typename Acc>
 using Total =
     std::conditional_t<sizeof(T) == 2, PlainSum<Acc>, CompensatedSum<Acc>>;
 
+// sum_lanes() of compensated sums, whose additions are compensated as well.
+template <typename Acc>
+__device__ __forceinline__ void sum_lanes(
+    CompensatedSum<Acc>& value,
+    int lanes) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    const CompensatedSum<Acc> other{
+        __shfl_xor_sync(0xffffffffu, value.sum, offset),
+        __shfl_xor_sync(0xffffffffu, value.lost, offset)};
+    if (offset < lanes) {
+      value.add(other);
+    }
+  }
+}
+
 // Makes all members of `sums`, which are accumulators, their sums: sum(x) does
 // so for an array x.
 template <typename Acc, typename Sums, typename Sum>
@@ -144,6 +160,23 @@ struct Team {
 
   // Every thread of the team gets the sums. All threads of the block must call,
   // and the block is whole warps.
+  template <typename Acc>
+  __device__ void sum(CompensatedSum<Acc>& value) const {
+    sum_lanes(value, kBlock ? kWarpSize : lanes);
+    if constexpr (kBlock) {
+      __shared__ CompensatedSum<Acc> of_warp[kWarpSize];
+      __syncthreads(); // an earlier sum's readers are done
+      if (threadIdx.x % kWarpSize == 0) {
+        of_warp[threadIdx.x / kWarpSize] = value;
+      }
+      __syncthreads();
+      value = CompensatedSum<Acc>::zero();
+      for (unsigned warp = 0; warp < blockDim.x / kWarpSize; ++warp) {
+        value.add(of_warp[warp]);
+      }
+    }
+  }
+
   template <typename Acc, int kSums>
   __device__ void sum(Acc (&value)[kSums]) const {
     sum_lanes(value, kBlock ? kWarpSize : lanes);

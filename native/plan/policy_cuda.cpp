@@ -83,7 +83,7 @@ constexpr double kNarrowSlices = 1.0606;
 
 // The resident scheme: a call, and what a multiprocessor moves, or its share of
 // what the chip can.
-constexpr ByDirection kResidentCall{3250, 4600};
+constexpr ByDirection kResidentCall{3150, 4600};
 constexpr double kMultiprocessorBytesPerNs = 54.1;
 constexpr ByDirection kShareBytesPerNs{46.3, 48.8};
 // That is what infinitely many threads would move: what so many of them would
@@ -95,7 +95,7 @@ constexpr double kThread = 3.6;
 constexpr std::array kPhaseChange{2970.0, 1470.0, 1450.0, 674.0};
 // And each wave: for every channel that it folds, and every doubling of the
 // cluster.
-constexpr ByDirection kFoldedChannel{8.92, 5.11};
+constexpr ByDirection kFoldedChannel{10.7, 5.11};
 constexpr double kClusterBarrier = 280;
 // And backward a second launch, where a cluster has not all samples.
 constexpr double kParameterGradients = 1790;
