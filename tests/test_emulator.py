@@ -320,6 +320,14 @@ def test_without_weight_or_bias(emulator, name, pin, affine):
     assert_parity(run_twice(emulator, inputs, pin), inputs)
 
 
+def test_sums_are_compensated_between_lanes(emulator):
+    """Where they were not, one rstd of this was a unit off, and Y and dX missed their bounds."""
+    torch.manual_seed(4211077807)
+    inputs = make_inputs(Case("width", (2, 10, 5, 9), 2), "cpu", torch.float32)
+    results, _ = emulator(inputs, Pin("resident", 4))
+    assert_parity(results, inputs)
+
+
 @pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
 def test_unaligned(emulator, dtypes):
     inputs = make_inputs(CASES[0], "cpu", *dtypes, layout="unaligned")

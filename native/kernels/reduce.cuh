@@ -78,9 +78,10 @@ struct CompensatedSum {
     lost += (before - (sum - added)) + (term - added);
   }
 
+  // The same bits whichever is added to which.
   __device__ void add(const CompensatedSum& other) {
-    add(other.sum);
     lost += other.lost;
+    add(other.sum);
   }
 
   __device__ Acc value() const {
