@@ -7,10 +7,9 @@
 //   gelu_tanh  (1 + tanh u) / 2 = sigma(2u), u = sqrt(2/pi) (Z + 0.044715 Z^3)
 // (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.)
 //
-// Exponentials are of numbers that are not positive, and a gate near 0 is
-// computed as such, not as 1 minus a gate near 1. Relative errors are a few
-// units in the last place of float, or of double; where the result is rounded
-// to two bytes, cheaper functions leave 2^-16 at most.
+// A gate near 0 is computed as such, not as 1 minus a gate near 1. Relative
+// errors are a few units in the last place of float, or of double; where the
+// result is rounded to two bytes, cheaper functions leave 2^-16 at most.
 //
 // Kernels have an activation where kFused is true. What the others do not need
 // is marked "kFused alone".
@@ -23,9 +22,9 @@
 
 namespace gn_override {
 
-// e^x for x <= 0.
+// e^x
 template <typename T>
-__device__ __forceinline__ Accumulator<T> exp_of_negative(Accumulator<T> x) {
+__device__ __forceinline__ Accumulator<T> exponential(Accumulator<T> x) {
   if constexpr (sizeof(T) == 2) {
     return approximate_exp2(x * 1.44269504f);
   } else {
@@ -52,10 +51,15 @@ struct Gate {
 template <typename T>
 __device__ __forceinline__ Gate<Accumulator<T>> sigmoid(Accumulator<T> z) {
   using Acc = Accumulator<T>;
-  const Acc e = exp_of_negative<T>(-::fabs(z));
-  const Acc larger = inverse<T>(1 + e); // sigma(|z|)
-  const Acc smaller = e * larger;
-  return {z < 0 ? smaller : larger, smaller * larger};
+  if constexpr (sizeof(T) == 2) { // the fewest instructions
+    const Acc value = inverse<T>(1 + exponential<T>(-z));
+    return {value, value - value * value};
+  } else {
+    const Acc e = exponential<T>(-::fabs(z));
+    const Acc larger = inverse<T>(1 + e); // sigma(|z|)
+    const Acc smaller = e * larger;
+    return {z < 0 ? smaller : larger, smaller * larger};
+  }
 }
 
 // Phi(-a) = e^(-a^2 / 2) t P(t) for a >= 0, with t = 1 / (1 + kPlace a): t P(t)
@@ -108,7 +112,7 @@ __device__ __forceinline__ Gate<Accumulator<T>> normal(Accumulator<T> z) {
   // Beyond, Phi(-a) is zero; infinity would give what is not a number.
   const Acc a = ::fmin(::fabs(z), static_cast<Acc>(sizeof(T) == 8 ? 39 : 15));
   const Acc square = a * a;
-  Acc e = exp_of_negative<T>(square * static_cast<Acc>(-0.5));
+  Acc e = exponential<T>(square * static_cast<Acc>(-0.5));
   if constexpr (sizeof(T) > 2) { // what rounding took from the square
     e = ::fma(e, ::fma(a, a, -square) * static_cast<Acc>(-0.5), e);
   }

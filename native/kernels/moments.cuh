@@ -267,9 +267,6 @@ struct Normalization {
   }
 };
 
-// Items that a lane holds while it folds a segment.
-constexpr int kHeldItems = 4;
-
 // Folds the moments of a block's threads into those of its tile's segments
 // (what the tile and a group have in common): calls emit(group, part, Moments,
 // lane) for each of a segment's parts, which are those of its warps, or one, on
@@ -286,12 +283,12 @@ __device__ __forceinline__ void fold_segments(
     Pair<Accumulator<T>>* shared,
     Emit emit) {
   using Acc = Accumulator<T>;
-  const int merged = channels_of_one_group(shape.D.divisor(), kVector);
+  const int merge_shift = tiling.merge_shift;
   moments.finish();
-  moments.merge_neighbours(merged);
-  // What follows calls `merged` channels one. Channels stand side by side, an
-  // odd number of places long, so that few lanes meet in a bank.
-  const int merge_shift = __ffs(merged) - 1;
+  moments.merge_neighbours(1 << merge_shift);
+  // What follows calls neighbours that are always of one group one channel.
+  // Channels stand side by side, an odd number of places long, so that few
+  // lanes meet in a bank.
   const int vector = kVector >> merge_shift;
   const int rows = tiling.rows.divisor();
   const int pitch = rows | 1;
@@ -321,7 +318,7 @@ __device__ __forceinline__ void fold_segments(
     const int group = first_group + segment;
     const int begin = max(group * D, tile_first) - tile_first;
     const int end = min((group + 1) * D, tile_end) - tile_first;
-    const Moments<Acc> moment = merge_moments<TY, kHeldItems, Acc>(
+    const Moments<Acc> moment = merge_moments<TY, 1, Acc>(
         lane,
         runs.lanes,
         (end - begin) * rows,

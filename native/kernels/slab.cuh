@@ -109,10 +109,14 @@ struct Retention {
 //
 // With kKeepsAll each batch has a place of its own, and there is one wave.
 //
+// Little of this is unrolled: a small input runs each instruction once, and
+// waits for many of them to be fetched.
+//
 // Callers give
-//   copy(first, place, Pixels<n>())   starts the copies of n of the thread's
-//                                     pixels to a place
-//   use(first, place, Pixels<n>())    uses them
+//   copy(first, place, n)            starts the copies of the first kPixels, or
+//                                    n if that is less, of the n pixels of the
+//                                    thread that are left, to a place
+//   use(first, place, Pixels<n>())   uses n of them
 template <int kPixels, int kAhead, bool kKeepsAll>
 struct Ring {
   FastDivisor places; // at least kAhead, or enough for all batches
@@ -127,17 +131,22 @@ struct Ring {
         count(count),
         batches((count + kPixels - 1) / kPixels) {}
 
-  // Calls f for the pixels of a batch.
-  template <typename F>
-  __device__ void of_batch(int batch, bool from_end, F f) const {
+  template <typename Copy>
+  __device__ void copy_batch(int batch, bool from_end, Copy copy) const {
     const int first = batch * kPixels;
-    const int to = place(batch, from_end);
+    copy(first, place(batch, from_end), count - first);
+  }
+
+  template <typename Use>
+  __device__ void use_batch(int batch, Use use) const {
+    const int first = batch * kPixels;
+    const int at = place(batch, reversed);
     if (count - first >= kPixels) {
-      f(first, to, Pixels<kPixels>());
+      use(first, at, Pixels<kPixels>());
     } else {
-      for_each_run_of_pixels<kPixels / 2>(
-          count - first,
-          [&](int i, auto pixels) { f(first + i, to + i, pixels); });
+      for_each_run_of_pixels<1>(count - first, [&](int i, auto pixels) {
+        use(first + i, at + i, pixels);
+      });
     }
   }
 
@@ -153,10 +162,10 @@ struct Ring {
   // Starts the first copies of the first wave.
   template <typename Copy>
   __device__ void begin(Copy copy) const {
-#pragma unroll
+#pragma unroll 2
     for (int batch = 0; batch < kAhead; ++batch) {
       if (batch < batches) {
-        of_batch(batch, reversed, copy);
+        copy_batch(batch, reversed, copy);
       }
       end_batch();
     }
@@ -167,10 +176,10 @@ struct Ring {
 #pragma unroll 1
     for (int batch = 0; batch < batches; ++batch) {
       wait_for_copies<kAhead - 1>();
-      of_batch(batch, reversed, use);
+      use_batch(batch, use);
       const int ahead = batch + kAhead;
       if (ahead < batches) {
-        of_batch(ahead, reversed, copy);
+        copy_batch(ahead, reversed, copy);
       }
       end_batch();
     }
@@ -187,7 +196,7 @@ struct Ring {
          --batch) {
       wait_for_copies<kAhead - 1>();
       if (batch < batches) {
-        of_batch(batch, reversed, use);
+        use_batch(batch, use);
       }
       if constexpr (kKeepsAll) {
         continue;
@@ -195,9 +204,9 @@ struct Ring {
       const int again = batch - kAhead;
       const int next = kAhead - 1 - batch;
       if (again >= 0 && again < overwritten) {
-        of_batch(again, reversed, copy);
+        copy_batch(again, reversed, copy);
       } else if (has_next && next >= 0 && next < batches) {
-        of_batch(next, !reversed, copy_next);
+        copy_batch(next, !reversed, copy_next);
       }
       end_batch();
     }

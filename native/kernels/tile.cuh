@@ -43,6 +43,7 @@ struct Tiling {
   FastDivisor columns;
   FastDivisor rows;
   FastDivisor column_tiles;
+  int merge_shift; // log2(channels_of_one_group())
   // Neighbouring threads, a power of two, that fold a segment together; those
   // that fold a channel, at most a warp.
   int lanes_per_segment;

@@ -12,6 +12,7 @@
 #include "native/kernels/reduce.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/launch/launch.h"
+#include "native/plan/shared_memory.h"
 
 namespace gn_override {
 
@@ -138,6 +139,9 @@ inline Tiling tiling_of(
       FastDivisor(plan.columns),
       FastDivisor(plan.rows),
       FastDivisor(plan.column_tiles),
+      std::countr_zero(
+          static_cast<unsigned>(
+              channels_of_one_group(problem.D(), plan.vector))),
       lanes_of(segments, most_lanes),
       lanes_of(channels, kWarpSize),
       kWarpSize};
