@@ -33,7 +33,11 @@ CASES = (
     Case("one_group", (3, 96, 17, 9), 1),
     Case("group_each", (3, 96, 17, 9), 96),
     Case("samples", (17, 16, 7, 5), 2),  # more than blocks of a cluster
+    # What does not fit stays in the L2 cache as far as it goes: copies of 16, of 8 or 4, and of 4
+    # bytes with a cache policy.
     Case("larger_than_chip", (6, 48, 251, 257), 8),
+    Case("larger_than_chip_pairs", (6, 46, 251, 257), 23),
+    Case("larger_than_chip_odd", (6, 33, 251, 257), 3),
 )
 
 # (scheme, columns, blocks of a cluster or samples of a wave, threads); 0 leaves it open. Samples of
@@ -116,5 +120,7 @@ def test_every_scheme_takes_most_shapes(pin, scheme, dtype):
     for case in CASES:
         inputs = make_inputs(case, "cuda", dtype)
         pin(scheme, 0, 0, 0)
-        fits = scheme == "cooperative" or case.name != "larger_than_chip"
+        fits = scheme == "cooperative" or not case.name.startswith("larger_than_chip")
+        if dtype == torch.bfloat16 and case.shape[1] % 2 == 1:
+            fits = False  # copies have no less than 4 bytes
         assert (rules(inputs) == {scheme}) == fits, case.name

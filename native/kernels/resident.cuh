@@ -183,14 +183,12 @@ __global__ void __launch_bounds__(
   const Retention<kWholeChip> retention(
       ring.count, kPixels * waves.places.divisor(), waves.cached);
   const auto copy_from = [&](int64_t from, bool second = false) {
-    return [=, &slab](int first, int place, int left) {
+    return [=, &slab](int first, int place, auto pixels) {
       const T* pixel = X + from + first * step;
       auto* to = slab.at(place);
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (i < left) {
-          retention.copy(to, pixel, first, second);
-        }
+      for (int i = 0; i < decltype(pixels)::value; ++i) {
+        retention.copy(to, pixel, first, second);
         pixel += step;
         to += blockDim.x;
       }
@@ -422,17 +420,15 @@ __global__ void __launch_bounds__(
   const Retention<kWholeChip> retention(
       ring.count, kPixels * waves.places.divisor(), waves.cached);
   const auto copy_from = [&](int64_t from, bool second = false) {
-    return [=, &slab_dY, &slab_X](int first, int place, int left) {
+    return [=, &slab_dY, &slab_X](int first, int place, auto pixels) {
       const TY* dy = dY + from + first * step;
       const T* x = X + from + first * step;
       auto* to_dY = slab_dY.at(place);
       auto* to_X = slab_X.at(place);
 #pragma unroll
-      for (int i = 0; i < kPixels; ++i) {
-        if (i < left) {
-          retention.copy(to_dY, dy, first, second);
-          retention.copy(to_X, x, first, second);
-        }
+      for (int i = 0; i < decltype(pixels)::value; ++i) {
+        retention.copy(to_dY, dy, first, second);
+        retention.copy(to_X, x, first, second);
         dy += step;
         x += step;
         to_dY += blockDim.x;

@@ -113,10 +113,9 @@ struct Retention {
 // waits for many of them to be fetched.
 //
 // Callers give
-//   copy(first, place, n)            starts the copies of the first kPixels, or
-//                                    n if that is less, of the n pixels of the
-//                                    thread that are left, to a place
-//   use(first, place, Pixels<n>())   uses n of them
+//   copy(first, place, Pixels<n>())   starts the copies of n of the thread's
+//                                     pixels to a place
+//   use(first, place, Pixels<n>())    uses them
 template <int kPixels, int kAhead, bool kKeepsAll>
 struct Ring {
   FastDivisor places; // at least kAhead, or enough for all batches
@@ -131,21 +130,16 @@ struct Ring {
         count(count),
         batches((count + kPixels - 1) / kPixels) {}
 
-  template <typename Copy>
-  __device__ void copy_batch(int batch, bool from_end, Copy copy) const {
+  // Calls f for the pixels of a batch.
+  template <typename F>
+  __device__ void of_batch(int batch, bool from_end, F f) const {
     const int first = batch * kPixels;
-    copy(first, place(batch, from_end), count - first);
-  }
-
-  template <typename Use>
-  __device__ void use_batch(int batch, Use use) const {
-    const int first = batch * kPixels;
-    const int at = place(batch, reversed);
+    const int to = place(batch, from_end);
     if (count - first >= kPixels) {
-      use(first, at, Pixels<kPixels>());
+      f(first, to, Pixels<kPixels>());
     } else {
       for_each_run_of_pixels<1>(count - first, [&](int i, auto pixels) {
-        use(first + i, at + i, pixels);
+        f(first + i, to + i, pixels);
       });
     }
   }
@@ -165,7 +159,7 @@ struct Ring {
 #pragma unroll 2
     for (int batch = 0; batch < kAhead; ++batch) {
       if (batch < batches) {
-        copy_batch(batch, reversed, copy);
+        of_batch(batch, reversed, copy);
       }
       end_batch();
     }
@@ -176,10 +170,10 @@ struct Ring {
 #pragma unroll 1
     for (int batch = 0; batch < batches; ++batch) {
       wait_for_copies<kAhead - 1>();
-      use_batch(batch, use);
+      of_batch(batch, reversed, use);
       const int ahead = batch + kAhead;
       if (ahead < batches) {
-        copy_batch(ahead, reversed, copy);
+        of_batch(ahead, reversed, copy);
       }
       end_batch();
     }
@@ -196,7 +190,7 @@ struct Ring {
          --batch) {
       wait_for_copies<kAhead - 1>();
       if (batch < batches) {
-        use_batch(batch, use);
+        of_batch(batch, reversed, use);
       }
       if constexpr (kKeepsAll) {
         continue;
@@ -204,9 +198,9 @@ struct Ring {
       const int again = batch - kAhead;
       const int next = kAhead - 1 - batch;
       if (again >= 0 && again < overwritten) {
-        copy_batch(again, reversed, copy);
+        of_batch(again, reversed, copy);
       } else if (has_next && next >= 0 && next < batches) {
-        copy_batch(next, !reversed, copy_next);
+        of_batch(next, !reversed, copy_next);
       }
       end_batch();
     }
