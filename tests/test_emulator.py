@@ -328,6 +328,15 @@ def test_sums_are_compensated_between_lanes(emulator):
     assert_parity(results, inputs)
 
 
+def test_first_pixels_far_from_the_mean(emulator):
+    """They are the pivot: sums of deviations from it are large, and so is what rounding takes."""
+    torch.manual_seed(1)
+    inputs = make_inputs(Case("group_each", (1, 2049, 5, 23), 2049), "cpu", torch.float32)
+    inputs.X[:, :, 0, :8] += 5
+    results, _ = emulator(inputs, Pin("resident", 1))
+    assert_parity(results, inputs, only=("mean", "rstd"))
+
+
 @pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
 def test_unaligned(emulator, dtypes):
     inputs = make_inputs(CASES[0], "cpu", *dtypes, layout="unaligned")

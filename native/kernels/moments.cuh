@@ -26,13 +26,16 @@ __device__ __forceinline__ Acc reciprocal_or_zero(Acc count) {
 // deviations from the first batch's mean, of their squares, and after finish()
 // the (mean, M2). The first batch is among those it stands for: if they are n
 // pixels, its mean is within sqrt(n) deviations of theirs, so little cancels.
+// The sums are compensated where results show that it is some deviations off.
 template <typename T, typename TY, int kVector>
 struct ChannelMoments {
   using Acc = Accumulator<T>;
   Acc pivot[kVector] = {};
-  Acc mean[kVector] = {}; // until finish(): sum d, where d = x - pivot
-  Acc M2[kVector] = {}; // until finish(): sum d^2
+  Total<T, Acc> of_d[kVector] = {}; // sum d, where d = x - pivot
+  Total<T, Acc> of_square[kVector] = {}; // sum d^2
   int count = 0;
+  Acc mean[kVector]; // after finish(), and M2
+  Acc M2[kVector];
 
   // Sums a batch before it joins the total: fewer additions at the total's
   // magnitude, so less rounding.
@@ -63,8 +66,8 @@ struct ChannelMoments {
         sum += d;
         square += d * d;
       }
-      mean[j] += sum;
-      M2[j] += square;
+      of_d[j].add(sum);
+      of_square[j].add(square);
     }
   }
 
@@ -73,8 +76,8 @@ struct ChannelMoments {
     const Acc per_count = reciprocal_or_zero(static_cast<Acc>(count));
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const Acc sum = mean[j];
-      M2[j] -= sum * sum * per_count;
+      const Acc sum = of_d[j].value();
+      M2[j] = of_square[j].value() - sum * sum * per_count;
       mean[j] = pivot[j] + sum * per_count;
     }
   }
