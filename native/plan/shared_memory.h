@@ -7,19 +7,11 @@
 
 #include "native/plan/plan.h"
 
-#ifdef __CUDACC__
-#define GN_OVERRIDE_HOST_DEVICE __host__ __device__
-#else
-#define GN_OVERRIDE_HOST_DEVICE
-#endif
-
 namespace gn_override {
 
 // Neighbouring channels of a vector that are always of one group: the largest
 // power of two that divides D, at most the vector (itself a power of two).
-GN_OVERRIDE_HOST_DEVICE constexpr int channels_of_one_group(
-    int64_t D,
-    int vector) {
+constexpr int channels_of_one_group(int64_t D, int vector) {
   const int64_t even = D & -D;
   return even < vector ? static_cast<int>(even) : vector;
 }
