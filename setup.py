@@ -66,6 +66,10 @@ INSTRUCTION_SETS = {
 CUDA_SOURCES = [
     "native/binding/cuda.cpp",
     "native/launch/launch.cu",
+    "native/launch/registers_bfloat16.cu",
+    "native/launch/registers_fused_bfloat16.cu",
+    "native/launch/registers_fused_half.cu",
+    "native/launch/registers_half.cu",
     "native/launch/resident_bfloat16.cu",
     "native/launch/resident_double.cu",
     "native/launch/resident_float.cu",

@@ -18,6 +18,7 @@ from gn_override.nn import GroupNorm
 
 # How often X, and backward dY, is read again after the first time, by rule of native/plan.
 _READ_AGAIN = {
+    "registers": 0,
     "resident": 0,
     "cooperative": 1,  # what it cannot keep on chip
     "two_pass": 1,  # after the statistics

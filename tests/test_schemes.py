@@ -7,6 +7,7 @@ and are the same from a CUDA graph that is replayed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -26,13 +27,15 @@ import gn_override  # noqa: F401  (loads the extension)
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poison")]
 
+MANY_TILES = Case("many_tiles", (2, 1040, 7, 5), 26)
 CASES = (
     Case("d10", (5, 40, 13, 11), 4),
     Case("vectors_of_two", (3, 6, 9, 31), 3),
-    Case("many_tiles", (2, 1040, 7, 5), 26),
+    MANY_TILES,
     Case("one_group", (3, 96, 17, 9), 1),
     Case("group_each", (3, 96, 17, 9), 96),
     Case("samples", (17, 16, 7, 5), 2),  # more than blocks of a cluster
+    Case("few_pixels", (2, 512, 4, 3), 16),  # some threads have none
     # What does not fit stays in the L2 cache as far as it goes: copies of 16, of 8 or 4, and of 4
     # bytes with a cache policy.
     Case("larger_than_chip", (6, 48, 251, 257), 8),
@@ -44,6 +47,7 @@ CASES = (
 # a wave: all, so that what does not fit is read again; one, so that waves follow each other; two,
 # so that the last of five samples has a wave to itself.
 PINS = (
+    *(("registers", 0, 0, threads) for threads in (64, 160, 640)),  # four, two, one pixel a thread
     *(("resident", 0, blocks, 0) for blocks in (1, 2, 4, 8, 16)),
     *(("cooperative", 0, samples, 0) for samples in (0, 1, 2)),
     ("two_pass", 0, 0, 0),
@@ -53,6 +57,7 @@ DTYPES = {
     "float": (torch.float32, None),
     "double": (torch.float64, None),
     "half": (torch.float16, None),
+    "bfloat16": (torch.bfloat16, None),
     "bfloat16-float": (torch.bfloat16, torch.float32),
 }
 
@@ -73,18 +78,42 @@ def rules(inputs: Inputs) -> set[str]:
     }
 
 
+def kept(inputs: Inputs) -> set[int]:
+    """Pixels that a thread keeps, forward and backward."""
+    i = inputs
+    plans = (
+        json.loads(torch.ops.gn_override.explain(i.X, i.gamma, i.beta, i.groups, backward))["plan"]
+        for backward in (False, True)
+    )
+    return {int(re.search(r"pixels_kept=(\d+)", plan).group(1)) for plan in plans}
+
+
 def fits(scheme: str, case: Case, dtype: torch.dtype) -> bool:
     """Whether the scheme has some plan of one of CASES: copies have no less than 4 bytes."""
     copied = dtype.itemsize * (1 + (case.C % 2 == 0)) >= 4
     return copied and (scheme == "cooperative" or not case.name.startswith("larger_than_chip"))
 
 
+def test_registers_take_groups_of_whole_vectors(pin):
+    """What test_scheme skips of them: which cases they take, with how many pixels a thread."""
+    taken = {}
+    for threads in (64, 160, 640):
+        pin("registers", 0, 0, threads)
+        for case in CASES:
+            inputs = make_inputs(case, "cuda", torch.bfloat16)
+            if rules(inputs) == {"registers"}:
+                taken[case.name, threads] = kept(inputs)
+    assert {name for name, _ in taken} == {"many_tiles", "samples", "few_pixels"}
+    assert set().union(*taken.values()) == {1, 2, 4}
+
+
 def assert_same_bits(these: Results, those: Results) -> None:
     for name in RESULTS:
-        assert torch.equal(getattr(these, name), getattr(those, name)), name
+        this, that = getattr(these, name), getattr(those, name)
+        assert this is that is None or torch.equal(this, that), name
 
 
-@pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"{pins[0]}-{pins[2]}")
+@pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"{pins[0]}-{pins[2] or pins[3]}")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_scheme(pin, dtypes, case, pins):
@@ -98,9 +127,9 @@ def test_scheme(pin, dtypes, case, pins):
     assert_same_bits(native(inputs), ours)
 
 
-@pytest.mark.parametrize("scheme", ["resident", "cooperative", "two_pass"])
+@pytest.mark.parametrize("scheme", ["registers", "resident", "cooperative", "two_pass"])
 def test_graph_replay(pin, scheme):
-    inputs = make_inputs(CASES[0], "cuda", torch.bfloat16)
+    inputs = make_inputs(MANY_TILES, "cuda", torch.bfloat16)
     pin(scheme, 0, 0, 0)
     assert rules(inputs) == {scheme}
     eager = native(inputs)
@@ -115,7 +144,7 @@ def test_graph_replay(pin, scheme):
 
 
 def test_unknown_scheme_is_refused():
-    with pytest.raises(ValueError, match='unknown scheme "fast"; resident, cooperative, two_pass'):
+    with pytest.raises(ValueError, match='unknown scheme "fast"; registers, resident,'):
         torch.ops.gn_override.pin_plans("fast", 0, 0, 0)
 
 

@@ -30,11 +30,12 @@ CASES = (
     shapes.Case("odd", (3, 9, 7, 11), 3),
     shapes.Case("many_tiles", (2, 1040, 7, 5), 26),
 )
-# (scheme, blocks of a cluster or samples of a wave), as tests/test_schemes.py has them.
+# (scheme, blocks of a cluster or samples of a wave, threads), as tests/test_schemes.py has them.
 PINS = (
-    *(("resident", blocks) for blocks in (1, 2, 4, 8, 16)),
-    *(("cooperative", samples) for samples in (0, 1, 2)),
-    ("two_pass", 0),
+    *(("registers", 0, threads) for threads in (64, 160, 640)),
+    *(("resident", blocks, 0) for blocks in (1, 2, 4, 8, 16)),
+    *(("cooperative", samples, 0) for samples in (0, 1, 2)),
+    ("two_pass", 0, 0),
 )
 # Of X, of gamma and beta, of Y and dY; None: of X.
 DTYPES = (
@@ -82,8 +83,8 @@ def main() -> int:
     activations = itertools.cycle(reference.ACTIVATIONS[1:])
     for dtypes in DTYPES:
         reached = set()
-        for case, (scheme, splits) in itertools.product(CASES, PINS):
-            torch.ops.gn_override.pin_plans(scheme, 0, splits, 0)
+        for case, (scheme, splits, threads) in itertools.product(CASES, PINS):
+            torch.ops.gn_override.pin_plans(scheme, 0, splits, threads)
             plain = dtypes[2] is None  # autocast's have no activation
             for activation in ("identity", next(activations))[: 1 + plain]:
                 inputs = reference.make_inputs(case, "cuda", *dtypes, dY_layout=next(layouts))
@@ -91,7 +92,9 @@ def main() -> int:
                 run(inputs, next(masks), activation)
                 calls += sum(taken().values())
                 reached |= {key.rpartition(" ")[2] for key in taken()}
-        missing = {scheme for scheme, _ in PINS} - reached
+        missing = {scheme for scheme, *_ in PINS} - reached
+        if dtypes[0].itemsize > 2 or dtypes[1] is not None:
+            missing.discard("registers")  # which are of one two-byte dtype alone
         assert not missing, f"{dtypes}: {missing} not reached"
     torch.ops.gn_override.pin_plans("", 0, 0, 0)
     torch.cuda.synchronize()

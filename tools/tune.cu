@@ -22,6 +22,7 @@
 
 #include "native/launch/launch.h"
 #include "native/plan/plan.h"
+#include "native/plan/shared_memory.h"
 
 using namespace gn_override;
 
@@ -159,6 +160,9 @@ std::vector<Plan> plans_of(const Problem& problem, Device device) {
     return plan.scheme == scheme;
   };
   add(Scheme::kTwoPass, 0, 0, 0);
+  for (int threads = 32; threads <= kMostRegisterThreads; threads *= 2) {
+    add(Scheme::kRegisters, 0, 0, threads);
+  }
   for (int columns = 1; columns <= 512; ++columns) {
     for (const int threads : {256, 512}) {
       for (int cluster = 1; cluster <= 16; ++cluster) {

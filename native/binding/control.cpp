@@ -219,6 +219,7 @@ void pin_plans_op(
     int64_t threads) {
   constexpr std::array kSchemes{
       std::pair{std::string_view(""), Scheme::kAten},
+      std::pair{std::string_view("registers"), Scheme::kRegisters},
       std::pair{std::string_view("resident"), Scheme::kResident},
       std::pair{std::string_view("cooperative"), Scheme::kCooperative},
       std::pair{std::string_view("two_pass"), Scheme::kTwoPass}};
@@ -236,7 +237,7 @@ void pin_plans_op(
   TORCH_CHECK_VALUE(
       false,
       "gn_override: unknown scheme \"" + scheme +
-          "\"; resident, cooperative, two_pass or \"\" for any");
+          "\"; registers, resident, cooperative, two_pass or \"\" for any");
 }
 #endif
 

@@ -91,15 +91,31 @@ struct InputGradient {
           return {moments_of(group), coefficients_of(group)};
         },
         [&](int j, const OfGroup& group) {
-          const Acc rstd = group.moment.second;
-          mean[j] = group.moment.first;
-          of_dZ[j] = gamma[j] * rstd;
-          of_X[j] = -rstd * rstd * group.coefficient.second;
-          constant[j] = -rstd * group.coefficient.first;
-          if constexpr (kFoldsMean<T>) {
-            constant[j] -= of_X[j] * mean[j];
-          }
+          set(j, gamma[j], group.moment, group.coefficient);
         });
+  }
+
+  // For channels of one group.
+  __device__ InputGradient(
+      const Acc (&gamma)[kVector],
+      const Pair<Acc>& moment,
+      const Pair<Acc>& coefficient) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      set(j, gamma[j], moment, coefficient);
+    }
+  }
+
+  __device__ void
+  set(int j, Acc gamma, const Pair<Acc>& moment, const Pair<Acc>& coefficient) {
+    const Acc rstd = moment.second;
+    mean[j] = moment.first;
+    of_dZ[j] = gamma * rstd;
+    of_X[j] = -rstd * rstd * coefficient.second;
+    constant[j] = -rstd * coefficient.first;
+    if constexpr (kFoldsMean<T>) {
+      constant[j] -= of_X[j] * mean[j];
+    }
   }
 
   template <typename DZOf>
@@ -140,32 +156,35 @@ constexpr int kHeldRows = 4;
 
 // Adds up the sums of a block's threads over its rows and calls
 // emit(channel of the tile, (sum dY xhat, sum dY)) once for each channel.
-// `shared` has room for fold_size() accumulators. All threads of the block must
-// call.
+// `of_columns` divides by their number; place = row * columns + column of the
+// thread, at or beyond rows * columns if it has no sums. `shared` has room for
+// fold_size() accumulators; `lanes` as in Tiling::lanes_per_channel. All
+// threads of the block must call.
 template <typename TY, typename Acc, int kVector, typename Emit>
 __device__ __forceinline__ void fold_rows(
-    const Tiling& tiling,
-    const Position& at,
+    const FastDivisor& of_columns,
+    int rows,
+    int place,
+    int lanes,
     Pair<Acc> (&sums)[kVector],
     Pair<Acc>* shared,
     Emit emit) {
-  const int columns = tiling.columns.divisor();
-  const int rows = tiling.rows.divisor();
+  const int columns = of_columns.divisor();
   // The upper rows join the lower ones first, which halves the room.
   const int half = (rows + 1) / 2;
   const int plane = half * columns;
-  const Runs runs(tiling.lanes_per_channel);
-  if (at.row >= half && at.row < rows) {
-    Pair<Acc>* const slot = shared + threadIdx.x - half * columns;
+  const Runs runs(lanes);
+  if (place >= plane && place < rows * columns) {
+    Pair<Acc>* const slot = shared + place - plane;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       slot[j * plane] = sums[j];
     }
   }
   __syncthreads();
-  if (at.row < half) {
-    Pair<Acc>* const slot = shared + threadIdx.x;
-    const bool joined = at.row < rows - half;
+  if (place < plane) {
+    Pair<Acc>* const slot = shared + place;
+    const bool joined = place < (rows - half) * columns;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       if (joined) {
@@ -179,7 +198,7 @@ __device__ __forceinline__ void fold_rows(
   __syncthreads();
 
   runs.deal(columns * kVector, [&](int item, int lane, bool exists) {
-    const int j = tiling.columns.quotient(item);
+    const int j = of_columns.quotient(item);
     const int column = item - j * columns;
     struct {
       Total<TY, Acc> ds = Total<TY, Acc>::zero();

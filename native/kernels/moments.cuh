@@ -243,11 +243,27 @@ struct Normalization {
     this->activation = activation; // kFused alone
     for_each_channel<kVector>(
         shape, channel, moments_of, [&](int j, const Moments<Acc>& moment) {
-          mean[j] = moment.mean;
-          scale[j] = gamma[j] * moment.second;
-          shift[j] =
-              beta[j] - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
+          set(j, gamma[j], beta[j], moment);
         });
+  }
+
+  // For channels of one group.
+  __device__ Normalization(
+      Activation activation, // kFused alone
+      const Acc (&gamma)[kVector],
+      const Acc (&beta)[kVector],
+      const Moments<Acc>& moment) {
+    this->activation = activation; // kFused alone
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      set(j, gamma[j], beta[j], moment);
+    }
+  }
+
+  __device__ void set(int j, Acc gamma, Acc beta, const Moments<Acc>& moment) {
+    mean[j] = moment.mean;
+    scale[j] = gamma * moment.second;
+    shift[j] = beta - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
   }
 
   __device__ Vector<TY, kVector> operator()(const Vector<T, kVector>& x) const {

@@ -27,6 +27,28 @@ __device__ __forceinline__ void sum_lanes(Acc (&value)[kSums], int lanes) {
   }
 }
 
+// The same over `warps` whole warps of the block, from `first` on. of_warp has
+// room for what each warp of the block adds up; all threads of the block must
+// call.
+template <typename Acc, int kSums>
+__device__ __forceinline__ void
+sum_warps(Acc (&value)[kSums], int first, int warps, Acc (*of_warp)[kSums]) {
+  sum_lanes(value, kWarpSize);
+  if (threadIdx.x % kWarpSize == 0) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      of_warp[threadIdx.x / kWarpSize][i] = value[i];
+    }
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) {
+    value[i] = lane < warps ? of_warp[first + lane][i] : 0;
+  }
+  sum_lanes(value, kWarpSize);
+}
+
 // Runs of `lanes` (a power of two) neighbouring threads of the block.
 struct Runs {
   int lanes;
@@ -180,27 +202,12 @@ struct Team {
 
   template <typename Acc, int kSums>
   __device__ void sum(Acc (&value)[kSums]) const {
-    sum_lanes(value, kBlock ? kWarpSize : lanes);
     if constexpr (kBlock) {
       __shared__ Acc of_warp[kWarpSize][kSums];
       __syncthreads(); // an earlier sum's readers are done
-      if (threadIdx.x % kWarpSize == 0) {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          of_warp[threadIdx.x / kWarpSize][i] = value[i];
-        }
-      }
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        value[i] = 0;
-      }
-      for (unsigned warp = 0; warp < blockDim.x / kWarpSize; ++warp) {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-          value[i] += of_warp[warp][i];
-        }
-      }
+      sum_warps(value, 0, blockDim.x / kWarpSize, of_warp);
+    } else {
+      sum_lanes(value, lanes);
     }
   }
 };

@@ -491,8 +491,10 @@ __global__ void __launch_bounds__(
     exchange.ready(
         item.groups * item.parts + (kAllSamples ? share.values() : 0));
     fold_rows<TY>(
-        tiling,
-        at,
+        tiling.columns,
+        tiling.rows.divisor(),
+        threadIdx.x,
+        tiling.lanes_per_channel,
         of_thread,
         reinterpret_cast<Pair<Acc>*>(shared + layout.fold),
         [&](int c, Pair<Acc> sum) {

@@ -243,8 +243,10 @@ __global__ void __launch_bounds__(
   Pair<Acc>* const own = sums +
       (at.n * tiling.splits.divisor() + at.split) * shape.C + first_channel;
   fold_rows<TY>(
-      tiling,
-      at,
+      tiling.columns,
+      tiling.rows.divisor(),
+      threadIdx.x,
+      tiling.lanes_per_channel,
       of_thread,
       reinterpret_cast<Pair<Acc>*>(shared),
       [&](int channel, Pair<Acc> sum) {

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "native/kernels/reduce.cuh"
+#include "native/launch/registers.h"
 #include "native/launch/resident.h"
 #include "native/launch/two_pass.h"
 
@@ -120,6 +121,12 @@ cudaError_t launch_forward(
     using T = decltype(element);
     using TY = decltype(output);
     switch (plan.scheme) {
+      case Scheme::kRegisters:
+        if constexpr (sizeof(TY) == 2) {
+          return registers_forward<T, fused>(problem, plan, arguments, stream);
+        } else {
+          return cudaErrorInvalidValue;
+        }
       case Scheme::kResident:
       case Scheme::kCooperative:
         return resident_forward<T, TY, fused>(problem, plan, arguments, stream);
@@ -143,6 +150,12 @@ cudaError_t launch_backward(
     using T = decltype(element);
     using TY = decltype(output);
     switch (plan.scheme) {
+      case Scheme::kRegisters:
+        if constexpr (sizeof(TY) == 2) {
+          return registers_backward<T, fused>(problem, plan, arguments, stream);
+        } else {
+          return cudaErrorInvalidValue;
+        }
       case Scheme::kResident:
       case Scheme::kCooperative:
         return resident_backward<T, TY, fused>(

@@ -134,8 +134,8 @@ std::string to_string(const Plan& plan) {
   const auto field = [&](const char* label, int64_t value) {
     out += std::string(" ") + label + "=" + std::to_string(value);
   };
-  if (plan.scheme == Scheme::kResident || plan.scheme == Scheme::kCooperative ||
-      plan.scheme == Scheme::kTwoPass) {
+  if (plan.scheme == Scheme::kRegisters || plan.scheme == Scheme::kResident ||
+      plan.scheme == Scheme::kCooperative || plan.scheme == Scheme::kTwoPass) {
     field("vector", plan.vector);
     field("columns", plan.columns);
     field("rows", plan.rows);
@@ -144,6 +144,10 @@ std::string to_string(const Plan& plan) {
     field("pixels_per_split", plan.pixels_per_split);
     field("threads", plan.threads);
     field("shared_bytes", plan.shared_bytes);
+  }
+  if (plan.scheme == Scheme::kRegisters) {
+    field("pixels_kept", plan.pixels_kept);
+    field("samples_per_wave", plan.samples_per_wave);
   }
   if (plan.scheme == Scheme::kResident) {
     field("cluster", plan.cluster);

@@ -35,8 +35,9 @@ struct Plan {
   int cluster = 1;
   int64_t shared_bytes = 0; // dynamic, of a block
   // The schemes that keep X on chip: a thread has room for `pixels_kept` of its
-  // pixels; cooperative: of `samples_per_wave` samples at a time, and the L2
-  // cache shall hold the `pixels_cached` that were read before those.
+  // pixels. Registers: of one of a block's `samples_per_wave` samples.
+  // Cooperative: of so many samples at a time, and the L2 cache shall hold the
+  // `pixels_cached` that were read before those.
   int64_t samples_per_wave = 0;
   int64_t pixels_kept = 0;
   int64_t pixels_cached = 0;

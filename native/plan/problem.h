@@ -99,6 +99,7 @@ struct Problem {
 
 enum class Scheme : uint8_t {
   kAten, // not ours: call the stock kernel
+  kRegisters, // CUDA: blocks keep X in registers between the passes
   kResident, // CUDA: clusters keep X in shared memory between the passes
   kCooperative, // CUDA: so does the whole chip, a few samples at a time
   kTwoPass, // CUDA: statistics, then normalisation; X is read twice

@@ -49,6 +49,11 @@ constexpr bool cluster_has_all_samples(
       plan.cluster == problem.N * plan.splits;
 }
 
+// Pixels that a thread of the registers scheme keeps at most, a power of two,
+// and threads of its blocks.
+constexpr int kMostPixelsInRegisters = 4;
+constexpr int kMostRegisterThreads = 640;
+
 // The resident schemes' parts, as offsets in bytes.
 struct ResidentLayout {
   // An operand's slab is `pixels` x threads vectors, what each thread keeps:

@@ -52,7 +52,7 @@ void wait_for_grid();
 // -- what CUDA does -----------------------------------------------------------
 
 void wait_for_block();
-uint64_t shuffle(uint64_t word, int lane_mask);
+uint64_t shuffle(uint64_t word, int from);
 
 // Runs a grid to its end.
 cudaError_t launch(
@@ -109,12 +109,17 @@ inline void __syncthreads() {
 }
 
 template <typename T>
-T __shfl_xor_sync(unsigned, T value, int lane_mask) {
+T __shfl_sync(unsigned, T value, int lane) {
   uint64_t word = 0;
   memcpy(&word, &value, sizeof(T));
-  word = emulator::shuffle(word, lane_mask);
+  word = emulator::shuffle(word, lane);
   memcpy(&value, &word, sizeof(T));
   return value;
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  return __shfl_sync(mask, value, threadIdx.x % 32 ^ lane_mask);
 }
 
 template <typename T>

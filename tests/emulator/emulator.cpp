@@ -310,7 +310,7 @@ void wait_for_grid() {
   meet(grid);
 }
 
-uint64_t shuffle(uint64_t word, int lane_mask) {
+uint64_t shuffle(uint64_t word, int from) {
   Warp& warp = own_warp();
   if (warp.meeting.count != warp.size) {
     fail("a shuffle in a warp of which threads have ended");
@@ -319,7 +319,7 @@ uint64_t shuffle(uint64_t word, int lane_mask) {
   auto& words = warp.words[current->shuffles++ % 2];
   words[lane] = word;
   meet(warp.meeting);
-  return words[lane ^ lane_mask];
+  return words[from];
 }
 
 void arrive_at_cluster() {
