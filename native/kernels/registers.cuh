@@ -157,44 +157,36 @@ struct GroupParameters {
 template <typename T, bool kFused>
 using Statistic = std::conditional_t<kFused, Accumulator<T>, T>;
 
-// The moments of a thread's pixels. Every warp's first thread has some.
+// The moments of a thread's pixels, by deviations from its first value, which
+// is one of few. Every warp's first thread has pixels.
 template <typename T, int kVector, bool kFused, int kPixels>
 __device__ __forceinline__ Moments<Accumulator<T>>
 moments_of(const uint4 (&x)[kPixels], int rows, int pixels) {
   using Acc = Accumulator<T>;
-  const auto for_each_value = [&](auto f) {
-#pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      if (i * rows < pixels) {
-        const Vector<T, kVector> pixel = unpack<T, kVector>(x[i]);
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          f(j, widen(pixel.channel[j]));
-        }
-      }
-    }
-  };
+  const Acc pivot = widen(unpack<T, kVector>(x[0]).channel[0]);
+  Acc deviations[kVector] = {};
+  Acc squares[kVector] = {};
   Acc count = 0;
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
-    count += i * rows < pixels ? kVector : 0;
+    if (i * rows < pixels) {
+      const Vector<T, kVector> pixel = unpack<T, kVector>(x[i]);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const Acc d = widen(pixel.channel[j]) - pivot;
+        deviations[j] += d;
+        squares[j] += d * d;
+      }
+      count += kVector;
+    }
   }
-  const Acc per_count = reciprocal_or_zero(count);
-  Acc means[kVector] = {}; // shares of the mean: a sum may overflow
-  for_each_value([&](int j, Acc value) { means[j] += value * per_count; });
-  const Acc mean = sum_of(means);
-  Acc deviations[kVector] = {};
-  Acc squares[kVector] = {};
-  for_each_value([&](int j, Acc value) {
-    const Acc d = value - mean;
-    deviations[j] += d;
-    squares[j] += d * d;
-  });
+  const Acc sum = sum_of(deviations);
+  const Acc shift = sum * reciprocal_or_zero(count);
+  const Acc mean = pivot + shift;
   // What rounding took from the mean shows in float statistics alone.
-  const Acc low = sizeof(Statistic<T, kFused>) > 2
-      ? sum_of(deviations) * per_count
-      : Acc{0};
-  return {mean, low, sum_of(squares), count};
+  const Acc low =
+      sizeof(Statistic<T, kFused>) > 2 ? shift - (mean - pivot) : Acc{0};
+  return {mean, low, sum_of(squares) - sum * shift, count};
 }
 
 // per_group is 1 / (HxW D).
