@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import re
@@ -9,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import bench
 import bench_host
 import convergence
+import counters
 import kernel_table
 import neighbours
 import peers
@@ -740,6 +744,53 @@ def test_plans_are_read_and_ranked():
     assert tune.summary([forward, backward]).startswith(
         "3 plans: the policy's takes 1.125 times the best plan's time on average, 1.25 at most"
     )
+
+
+def counted(name: str, **values: float) -> dict[str, str]:
+    """A kernel of Nsight Compute's table."""
+    metrics = dict.fromkeys(counters.METRICS, "0") | {counters.STALL.format("wait"): "1"}
+    return {"ID": "0", "Kernel Name": name} | metrics | {k: f"{v:,}" for k, v in values.items()}
+
+
+def profile_log(kernels: Iterable[dict[str, str]]) -> list[str]:
+    lines = io.StringIO()
+    columns = ["ID", "Kernel Name", *counters.METRICS]
+    table = csv.DictWriter(lines, columns, quoting=csv.QUOTE_ALL)
+    table.writeheader()
+    table.writerow(dict.fromkeys(columns, "") | {counters.TIME: "ns", counters.READ: "byte"})
+    table.writerows(kernels)
+    return ["==PROF== Connected to process 1\n", *lines.getvalue().splitlines(keepends=True)]
+
+
+def test_counters_of_a_step_are_its_kernels_together():
+    barrier = counters.STALL.format("barrier")
+    marker = counted("void erfinv_kernel<float>(int)")
+    copy = counted("void neg_kernel(int)", **{counters.TIME: 2000, counters.DRAM: 80})
+    forward = counted("void first(int)", **{counters.TIME: 3000, counters.READ: 1_500_000})
+    second = counted("void second(int)", **{counters.TIME: 1000, counters.DRAM: 40, barrier: 3})
+    log = profile_log([marker, copy, marker, forward, marker, forward, second])
+    rows = counters.rows([Case("one", (4, 64, 64, 64), 32, "float32")], log)
+    assert [row["step"] for row in rows] == list(counters.STEPS)
+    assert [row["us"] for row in rows] == [2.0, 3.0, 4.0]
+    assert rows[0]["dram"] == 80 and rows[2]["dram"] == 10, "weighted by time"
+    assert rows[1]["read"] == rows[2]["read"] == 1.5
+    assert [row["least"] for row in rows] == [4.19, 4.19, 12.58]
+    # `wait` is all there is in the first kernel, and a quarter of it in the second.
+    stalls = rows[2]["stalls"]
+    assert list(stalls)[:2] == ["wait", "barrier"] and stalls["wait"] == 57
+    assert rows[2]["kernels"] == 2
+    for text in (rows[0]["name"], "fwd+bwd", "wait 57%"):
+        assert text in render_readme.counters({"rows": rows})
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [(["==ERROR== no permission\n"], "no table"), (profile_log([]), "0 steps"), ([], "no table")],
+    ids=["refused", "nothing ran", "empty"],
+)
+def test_counters_that_are_not_there_are_an_error(log, why):
+    with pytest.raises(ValueError, match=why):
+        counters.rows([SMALL], log)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")

@@ -38,6 +38,7 @@ _COMMANDS = {
     "verify": "python tools/verify_gpu.py --output {name}",
     "convergence": "python tools/convergence.py --device cuda --output {name}",
     "demo": "python -m gn_override demo",
+    "counters": "python tools/counters.py --output {name}",
 }
 
 
@@ -287,6 +288,23 @@ def demo(content: dict[str, Any]) -> str:
     return table([*header, "parity"], rows)
 
 
+def counters(content: dict[str, Any]) -> str:
+    """Rows of tools/counters.py."""
+    header = ["step", "dtype", "us", "read MB", "least", "written MB", "DRAM %", "issue %", "waits"]
+    return table(
+        header,
+        (
+            [
+                f"{row['name']} {_shape(row)}, {row['step'].replace('fwd_bwd', 'fwd+bwd')}",
+                row["dtype"],
+                *(number(row[key]) for key in ("us", "read", "least", "written", "dram", "issue")),
+                ", ".join(f"{name} {share}%" for name, share in row["stalls"].items()),
+            ]
+            for row in content["rows"]
+        ),
+    )
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
@@ -297,6 +315,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "verify": verify,
     "convergence": convergence,
     "demo": demo,
+    "counters": counters,
 }
 
 
