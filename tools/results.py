@@ -41,7 +41,7 @@ def command() -> str:
     script = Path(sys.argv[0]).resolve()
     inside = script.is_relative_to(ROOT)
     words = [str(script.relative_to(ROOT)) if inside else sys.argv[0], *sys.argv[1:]]
-    for option in ("--folder", "--plot", "--roofline"):
+    for option in ("--folder", "--plot", "--roofline", "--log"):
         if option in words:
             at = words.index(option)
             del words[at : at + 2]
