@@ -159,6 +159,7 @@ HOW: dict[str, Callable[[str, Path], None]] = {
     "python tools/bench_models.py": needs_gpu(),
     "python tools/bench.py": needs_gpu(),
     "python tools/sweep.py": needs_gpu(),
+    "python tools/counters.py": needs_gpu(),
     "python tools/tune.py": needs_gpu(status=1),
     "python tools/stage_upstream.py --check": by_ci(),
     "python tools/stage_upstream.py": parsed_in('"--pytorch"'),

@@ -346,7 +346,7 @@ def test_kernels_take_no_room_for_devices_that_do_not_run_them():
         assert all(body.startswith(NOT_SERVED) for body in bodies), path
         assert text.count(NOT_SERVED) == len(bodies), path
         count += len(bodies)
-    assert count == 9
+    assert count == 11
 
 
 def test_no_activations_and_no_mixed_types():
@@ -366,7 +366,8 @@ def test_every_rewriting_has_an_effect(pattern):
         pass  # something of this repository is left
 
 
-# Prints the plans of the problems that it reads, one a line: dtype backward N C HxW G alignment.
+# Prints the plans of the problems that it reads, one a line:
+# dtype, that of the parameters, backward, N, C, HxW, G, alignment.
 PLANS = """
 #include PLAN
 #include <iostream>
@@ -380,9 +381,12 @@ int main() {
   d.l2_bytes = 62914560;
   d.clusters = {0, 132, 66, 39, 30, 22, 17, 15, 15, 9, 7, 7, 7, 7, 7, 7, 7};
   int dtype = 0;
+  int of_parameters = 0;
   int backward = 0;
-  while (std::cin >> dtype >> backward >> p.N >> p.C >> p.HxW >> p.G >> p.alignment) {
+  while (std::cin >> dtype >> of_parameters >> backward >> p.N >> p.C >> p.HxW >> p.G >>
+         p.alignment) {
     p.dtype = static_cast<norm::DType>(dtype);
+    p.param_dtype = static_cast<norm::DType>(of_parameters);
     p.direction = static_cast<norm::Direction>(backward);
     const norm::Plan plan = norm::make_plan(p, d);
     for (const int64_t field :
@@ -409,9 +413,9 @@ def plans(folder: Path, header: str, namespace: str, include: Path, sources: lis
     command += [f"-DPLAN=<{header}>", f"-DNAMESPACE={namespace}", str(folder / "plans.cpp")]
     subprocess.run([*command, *map(str, sources), "-o", str(folder / "plans")], check=True)
     questions = [
-        f"{dtype} {backward} {case.N} {case.C} {case.HxW} {case.G} {alignment}"
+        f"{dtypes} {backward} {case.N} {case.C} {case.HxW} {case.G} {alignment}"
         for case in (*KERNEL_CASES, *MODEL_CASES, *EDGE_CASES, *EMPTY_CASES)
-        for dtype in range(4)
+        for dtypes in ("0 0", "1 1", "2 2", "3 3", "2 0", "3 0")
         for backward in (0, 1)
         for alignment in (16, 8)
     ]
@@ -436,7 +440,7 @@ def test_the_planner_decides_as_ours_does(tmp_path):
     theirs = plans(tmp_path / "theirs", header, "at::native::group_norm_nhwc", source, staged)
     assert ours == theirs
     schemes = {line.split()[0] for line in ours.splitlines()}
-    assert schemes == {"0", "1", "2", "3"}
+    assert schemes == {"0", "1", "2", "3", "4"}
 
 
 def test_compile_units_are_where_pytorch_looks_for_them():
