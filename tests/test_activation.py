@@ -41,7 +41,7 @@ from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, Case, cpu_subset
 from test_parity import for_gpu
 from test_schemes import CASES as SCHEME_CASES
 from test_schemes import DTYPES as SCHEME_DTYPES
-from test_schemes import MANY_TILES, PINS, assert_same_bits, pin  # noqa: F401  (a fixture)
+from test_schemes import PINS, assert_same_bits, case_of, pin  # noqa: F401  (a fixture)
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -274,8 +274,7 @@ def test_scheme(pin, dtypes, case, pins):  # noqa: F811
 def test_every_activation_of_a_scheme(pin, scheme, activation, dtype):  # noqa: F811
     if scheme == "registers" and dtype.itemsize > 2:
         pytest.skip("registers hold two-byte types alone")
-    case = MANY_TILES if scheme == "registers" else SCHEME_CASES[0]
-    inputs = away_from_kink(make_inputs(case, "cuda", dtype), activation)
+    inputs = away_from_kink(make_inputs(case_of(scheme), "cuda", dtype), activation)
     pin(scheme, 0, 0, 0)
     torch.ops.gn_override.reset_counters()
     ours = run(inputs, activation)

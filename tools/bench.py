@@ -237,6 +237,19 @@ def run(
     return rows
 
 
+def chosen(parser: argparse.ArgumentParser, only: str, dtype: str) -> list[Case]:
+    """The cases that --only and --dtype leave."""
+    names = [name for name in only.split(",") if name]
+    unknown = set(names) - {case.name for case in KERNEL_CASES}
+    if unknown:
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    return [
+        case
+        for case in KERNEL_CASES
+        if (not names or case.name in names) and dtype in ("", case.dtype)
+    ]
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, with the cases that --only and --dtype leave, and --providers as a list."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -265,15 +278,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args(argv)
 
-    names = [name for name in arguments.only.split(",") if name]
-    unknown = set(names) - {case.name for case in KERNEL_CASES}
-    if unknown:
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    arguments.cases = [
-        case
-        for case in KERNEL_CASES
-        if (not names or case.name in names) and arguments.dtype in ("", case.dtype)
-    ]
+    arguments.cases = chosen(parser, arguments.only, arguments.dtype)
     arguments.providers = arguments.providers.split(",")
     if set(arguments.providers) - set(NAMES) or "gn_override" not in arguments.providers:
         parser.error(f"--providers: gn_override, and any of {', '.join(NAMES[1:])}")

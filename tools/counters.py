@@ -31,16 +31,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import bench
 import render_readme
 import results
 import timing
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 sys.path.insert(0, str(results.ROOT / "tests"))
 import reference
-from shapes import KERNEL_CASES, Case
+from shapes import Case
 
 import gn_override
 
@@ -78,16 +78,12 @@ METRICS = (TIME, READ, WRITTEN, DRAM, ISSUE, *(STALL.format(name) for name in ST
 Kernel = dict[str, str]
 
 
-def norm(X: Tensor, G: int, gamma: Tensor, beta: Tensor) -> Tensor:
-    return F.group_norm(X, G, gamma, beta)
-
-
 def launch(case: Case) -> None:
     """The steps of a case, each after a marker: what runs under Nsight Compute."""
     inputs = reference.make_inputs(case, "cuda", getattr(torch, case.dtype))
     marker = torch.zeros(1, device="cuda")
     elementwise = partial(torch.neg, inputs.X, out=torch.empty_like(inputs.X))
-    steps = {"elementwise": elementwise, **timing.steps(norm, inputs, "channels_last")}
+    steps = {"elementwise": elementwise, **timing.steps(F.group_norm, inputs, "channels_last")}
     with gn_override.enabled():
         for name in STEPS:
             steps[name]()
@@ -172,12 +168,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--log", type=Path, help="keep what Nsight Compute writes in this file")
     parser.add_argument("--launch", action="store_true", help="run the steps and nothing else")
     arguments = parser.parse_args(argv)
-    names = [name for name in arguments.only.split(",") if name]
-    cases = [
-        case
-        for case in KERNEL_CASES
-        if (not names or case.name in names) and arguments.dtype in ("", case.dtype)
-    ]
+    cases = bench.chosen(parser, arguments.only, arguments.dtype)
     if not cases:
         parser.error("no such case")
     if not torch.cuda.is_available():
