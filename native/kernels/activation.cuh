@@ -32,13 +32,14 @@ __device__ __forceinline__ Accumulator<T> exponential(Accumulator<T> x) {
   }
 }
 
-// 1 / x for x >= 1.
+// 1 / x for x >= 1 or, in float, 1 <= x < 2^126.
 template <typename T>
 __device__ __forceinline__ Accumulator<T> inverse(Accumulator<T> x) {
-  if constexpr (sizeof(T) == 4) {
-    return __frcp_rn(x);
+  const Accumulator<T> result = reciprocal(x);
+  if constexpr (sizeof(T) == 4) { // a step of Newton's method
+    return fmaf(result, fmaf(-x, result, 1.0f), result);
   } else {
-    return reciprocal(x);
+    return result;
   }
 }
 

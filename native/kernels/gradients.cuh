@@ -38,8 +38,8 @@ struct GradientSums {
       Acc batch_db = 0;
 #pragma unroll
       for (int i = 0; i < kPixels; ++i) {
-        const Acc dy_j = widen(dy[i].channel[j]);
-        const Acc x_j = widen(x[i].channel[j]);
+        const Acc dy_j = dy[i][j];
+        const Acc x_j = x[i][j];
         const Acc g = dZ_of(j, x_j, x_j - mean[j], dy_j);
         const Acc weighted = g * (x_j - mean[j]);
         batch_ds = i == 0 ? weighted : batch_ds + weighted;
@@ -126,9 +126,9 @@ struct InputGradient {
     Acc dx[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const Acc value = widen(x.channel[j]);
+      const Acc value = x[j];
       const Acc centred = kFoldsMean<T> ? value : value - mean[j];
-      const Acc g = dZ_of(j, value, centred, widen(dy.channel[j]));
+      const Acc g = dZ_of(j, value, centred, dy[j]);
       dx[j] = of_dZ[j] * g + (of_X[j] * centred + constant[j]);
     }
     return narrow_all<T, kVector>(dx);

@@ -23,6 +23,14 @@ __device__ __forceinline__ float approximate_exp2(float x) {
   return result;
 }
 
+// 1 / x, to within a unit in the last place; what is less than 2^-126, x or the
+// result, counts as 0.
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // -- copies from global to shared memory that do not pass through registers ---
 
 // Starts copying one vector of 4, 8 or 16 bytes, which is there after

@@ -44,12 +44,12 @@ struct ChannelMoments {
     if (count == 0) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const Acc first = widen(pixel[0].channel[j]);
+        const Acc first = pixel[0][j];
         Acc sum = 0;
         if constexpr (sizeof(TY) > 2) { // else rounding hides what is gained
 #pragma unroll
           for (int i = 1; i < kPixels; ++i) {
-            sum += widen(pixel[i].channel[j]) - first;
+            sum += pixel[i][j] - first;
           }
         }
         pivot[j] = first + sum / kPixels;
@@ -58,11 +58,11 @@ struct ChannelMoments {
     count += kPixels;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      Acc sum = widen(pixel[0].channel[j]) - pivot[j];
+      Acc sum = pixel[0][j] - pivot[j];
       Acc square = sum * sum;
 #pragma unroll
       for (int i = 1; i < kPixels; ++i) {
-        const Acc d = widen(pixel[i].channel[j]) - pivot[j];
+        const Acc d = pixel[i][j] - pivot[j];
         sum += d;
         square += d * d;
       }
@@ -270,8 +270,7 @@ struct Normalization {
     Acc y[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const Acc centred =
-          kFoldsMean<TY> ? widen(x.channel[j]) : widen(x.channel[j]) - mean[j];
+      const Acc centred = kFoldsMean<TY> ? x[j] : x[j] - mean[j];
       y[j] = centred * scale[j] + shift[j];
     }
     if constexpr (kFused) {

@@ -163,7 +163,7 @@ template <typename T, int kVector, bool kFused, int kPixels>
 __device__ __forceinline__ Moments<Accumulator<T>>
 moments_of(const uint4 (&x)[kPixels], int rows, int pixels) {
   using Acc = Accumulator<T>;
-  const Acc pivot = widen(unpack<T, kVector>(x[0]).channel[0]);
+  const Acc pivot = unpack<T, kVector>(x[0])[0];
   Acc deviations[kVector] = {};
   Acc squares[kVector] = {};
   Acc count = 0;
@@ -173,7 +173,7 @@ moments_of(const uint4 (&x)[kPixels], int rows, int pixels) {
       const Vector<T, kVector> pixel = unpack<T, kVector>(x[i]);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const Acc d = widen(pixel.channel[j]) - pivot;
+        const Acc d = pixel[j] - pivot;
         deviations[j] += d;
         squares[j] += d * d;
       }

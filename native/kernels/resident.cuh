@@ -178,13 +178,13 @@ __global__ void __launch_bounds__(
   constexpr int kPixels = kRingPixels<Direction::kForward>;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
-  const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
+  const int step = tiling.rows.divisor() * shape.C;
   int64_t offset = at.offset(shape);
   const Retention<kWholeChip> retention(
       ring.count, kPixels * waves.places.divisor(), waves.cached);
   const auto copy_from = [&](int64_t from, bool second = false) {
     return [=, &slab](int first, int place, auto pixels) {
-      const T* pixel = X + from + first * step;
+      const T* pixel = X + from + int64_t{first} * step;
       auto* to = slab.at(place);
 #pragma unroll
       for (int i = 0; i < decltype(pixels)::value; ++i) {
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(
           [&](int first, int place, auto pixels) {
             Vector<T, kVector> pixel[decltype(pixels)::value];
             slab.read(place, pixel);
-            TY* out = Y + offset + first * step;
+            TY* out = Y + offset + int64_t{first} * step;
 #pragma unroll
             for (int i = 0; i < decltype(pixels)::value; ++i) {
               store(out, normalized(pixel[i]));
@@ -415,14 +415,14 @@ __global__ void __launch_bounds__(
       kFused && (!kWholeChip || sizeof(T) == 8) ? 1 : kPixels;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
-  const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
+  const int step = tiling.rows.divisor() * shape.C;
   int64_t offset = at.offset(shape);
   const Retention<kWholeChip> retention(
       ring.count, kPixels * waves.places.divisor(), waves.cached);
   const auto copy_from = [&](int64_t from, bool second = false) {
     return [=, &slab_dY, &slab_X](int first, int place, auto pixels) {
-      const TY* dy = dY + from + first * step;
-      const T* x = X + from + first * step;
+      const TY* dy = dY + from + int64_t{first} * step;
+      const T* x = X + from + int64_t{first} * step;
       auto* to_dY = slab_dY.at(place);
       auto* to_X = slab_X.at(place);
 #pragma unroll
@@ -588,7 +588,7 @@ __global__ void __launch_bounds__(
                   Vector<T, kVector> x[decltype(at_once)::value];
                   slab_dY.read(place + i, dy);
                   slab_X.read(place + i, x);
-                  T* out = dX + offset + (first + i) * step;
+                  T* out = dX + offset + int64_t{first + i} * step;
 #pragma unroll
                   for (int k = 0; k < decltype(at_once)::value; ++k) {
                     Vector<T, kVector> dx;

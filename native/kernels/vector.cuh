@@ -8,6 +8,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "native/kernels/hardware.cuh"
+
 namespace gn_override {
 
 // X and dX are of T, Y and dY of TY: T itself or, where T is half or bfloat16,
@@ -59,6 +61,19 @@ struct alignas(2 * sizeof(Acc)) Pair {
 template <typename T, int kVector>
 struct alignas(sizeof(T) * kVector) Vector {
   T channel[kVector];
+
+  // Channel j, widened. Of two bfloat16 in a word, one is what a shift leaves
+  // of it and the other what a mask does; the compiler takes the latter in two
+  // steps.
+  __device__ Accumulator<T> operator[](int j) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && kVector % 2 == 0) {
+      uint32_t pair;
+      memcpy(&pair, &channel[j & ~1], sizeof(pair));
+      return __uint_as_float(j % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+    } else {
+      return widen(channel[j]);
+    }
+  }
 };
 
 // gamma, beta, mean, rstd and their gradients have Y's dtype or, where Y is
@@ -116,7 +131,7 @@ struct ParameterIn {
       const auto packed = *reinterpret_cast<const Vector<T, kVector>*>(address);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        out[j] = widen(packed.channel[j]);
+        out[j] = packed[j];
       }
       return;
     }
@@ -227,9 +242,9 @@ __device__ __forceinline__ Vector<T, kVector> narrow_all(
   return result;
 }
 
-// 1 / value, to within two units in the last place.
+// 1 / value of one that is not near 0, to within a unit in the last place.
 __device__ __forceinline__ float reciprocal(float value) {
-  return __fdividef(1.0f, value);
+  return approximate_reciprocal(value);
 }
 
 __device__ __forceinline__ double reciprocal(double value) {

@@ -24,6 +24,15 @@ constexpr int64_t kNarrowestTile = kBackwardSlice / 8;
 // rows of the tile would cost more to fold than to read.
 constexpr int kPixelsInFlight = 8;
 
+// Pixels that it shall walk, at most, where its vectors are narrow: warps write
+// parts of sectors then, which is faster the less of the tensor is under way at
+// once. Of two bytes, and of more (the best of 12 to 128, on an H200).
+constexpr int kNarrowWalkOfTwo = 48;
+constexpr int kNarrowWalk = 32;
+
+// And as many splits as leave a block so many sums of a group to add, at most.
+constexpr int64_t kMostSums = 1 << 16;
+
 // Blocks a multiprocessor: enough to fill it twice over at the kernels'
 // register use (four blocks of 256 threads are resident), so that the last
 // wave is a small part of the work.
@@ -33,15 +42,26 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
+constexpr int64_t kWideVector = 16; // bytes
+
 // Widest vector, up to 16 bytes of any operand, that tiles a pixel's C channels
 // and that every base address is aligned to.
 int vector_width(const Problem& problem) {
   const int64_t element = size_of(problem.dtype);
-  int vector = static_cast<int>(16 / size_of(problem.output_dtype()));
+  int vector = static_cast<int>(kWideVector / size_of(problem.output_dtype()));
   while (problem.C % vector != 0 || problem.alignment % (vector * element)) {
     vector /= 2;
   }
   return vector;
+}
+
+// Its bytes, of the wider of X and Y.
+int64_t vector_bytes(const Problem& problem) {
+  return vector_width(problem) * size_of(problem.output_dtype());
+}
+
+bool is_narrow(const Problem& problem) {
+  return vector_bytes(problem) < kWideVector;
 }
 
 // Workspaces of large tensors shall be at most 2% of X, where a coarser cut of
@@ -69,7 +89,7 @@ using ByDirection = std::array<double, 2>;
 
 // A slice of s bytes a pixel takes longer than its bytes: by what it touches of
 // bursts and of sectors that it shares with the next slice, and by a part of
-// each burst.
+// each burst; but not where it is all of a pixel in narrow vectors.
 constexpr int64_t kBurst = 64;
 constexpr int64_t kSector = 32;
 constexpr double kSharedBurst = 0.382;
@@ -115,6 +135,7 @@ constexpr double kCachedGain = 0.6;
 
 constexpr ByDirection kTwoPassCall{9030, 13300};
 constexpr double kTwoPassBytesPerNs = 28.5;
+constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
 constexpr int kMostThreads = 512;
 constexpr int64_t kMostElements =
@@ -155,10 +176,13 @@ double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
 }
 
-// How many times longer the problem's vectors take than wide ones.
+// How many times longer the problem's vectors take than wide ones where slices
+// are kept.
 double narrowness(const Problem& problem) {
-  const int64_t bytes = vector_width(problem) * size_of(problem.output_dtype());
-  return bytes == 2 ? kNarrowestVectors : bytes < 16 ? kNarrowVectors : 1;
+  if (!is_narrow(problem)) {
+    return 1;
+  }
+  return vector_bytes(problem) == 2 ? kNarrowestVectors : kNarrowVectors;
 }
 
 // What `pixels` pixels of a slice of a tensor take, as bytes.
@@ -171,9 +195,11 @@ double slice_bytes(
   const auto shared = [&](int64_t unit) {
     return static_cast<double>(unit - std::gcd(slice, unit));
   };
+  const bool parts = plan.column_tiles > 1 || !is_narrow(problem);
+  const double lost = kSharedBurst * shared(kBurst) +
+      kSharedSector * shared(kSector) + of(kEverySlice, problem) * kBurst;
   return static_cast<double>(pixels) * narrowness(problem) *
-      (static_cast<double>(slice) + kSharedBurst * shared(kBurst) +
-       kSharedSector * shared(kSector) + of(kEverySlice, problem) * kBurst);
+      (static_cast<double>(slice) + (parts ? lost : 0));
 }
 
 // A block's pixels of X, and backward of dY.
@@ -419,7 +445,7 @@ double two_pass_nanoseconds(const Problem& problem, const Device& device) {
   const int64_t bytes = problem.numel() *
       (2 * problem.element_bytes_read() + problem.element_bytes_written());
   return of(kTwoPassCall, problem) +
-      narrowness(problem) * static_cast<double>(bytes) /
+      (is_narrow(problem) ? kNarrowTwoPass : 1) * static_cast<double>(bytes) /
       (kTwoPassBytesPerNs * device.sm_count);
 }
 
@@ -465,17 +491,31 @@ std::optional<Plan> plan_two_pass(
   plan.columns = static_cast<int>(ceil_div(columns, plan.column_tiles));
   plan.rows = static_cast<int>(
       std::clamp<int64_t>(kThreads / plan.columns, 1, problem.HxW));
+  const auto splits_of = [&](int64_t pixels_of_thread) {
+    return ceil_div(problem.HxW, plan.rows * pixels_of_thread);
+  };
 
-  const int64_t wanted = ceil_div(
+  // Forward: the Moments of each split's segments (see two_pass.cuh), then of
+  // each group. Backward: two sums of each split's channels, then two
+  // coefficients of each group.
+  const int64_t partials =
+      forward ? problem.G + plan.column_tiles - 1 : problem.C;
+  const int64_t of_partial =
+      (forward ? 4 : 2) * problem.accumulator_bytes() * problem.N;
+
+  int64_t wanted = ceil_div(
       kBlocksPerMultiprocessor * device.sm_count,
       problem.N * plan.column_tiles);
-  int64_t most =
-      ceil_div(problem.HxW, static_cast<int64_t>(plan.rows) * kPixelsInFlight);
-  const int64_t sums_of_split =
-      2 * problem.accumulator_bytes() * problem.N * problem.C;
-  if (!forward && exceeds_workspace_share(problem, most * sums_of_split)) {
-    most = std::max<int64_t>(
-        1, (problem.bytes() / kWorkspaceShare) / sums_of_split - 1);
+  if (is_narrow(problem)) {
+    const int walk =
+        size_of(problem.dtype) == 2 ? kNarrowWalkOfTwo : kNarrowWalk;
+    wanted =
+        std::max(wanted, std::min(splits_of(walk), kMostSums / problem.D()));
+  }
+  int64_t most = splits_of(kPixelsInFlight);
+  if (exceeds_workspace_share(problem, most * partials * of_partial)) {
+    const int64_t share = problem.bytes() / kWorkspaceShare / of_partial;
+    most = std::max<int64_t>(1, (share - problem.G) / partials);
   }
   const int64_t splits = device.pins.splits > 0
       ? device.pins.splits
@@ -491,14 +531,8 @@ std::optional<Plan> plan_two_pass(
       fold_size(
           problem.direction, problem.D(), plan.vector, plan.columns, plan.rows);
 
-  // Forward: the Moments of each split's segments (see two_pass.cuh), then of
-  // each group. Backward: two sums of each split's channels, then two
-  // coefficients of each group.
-  const int64_t partials =
-      forward ? problem.G + plan.column_tiles - 1 : problem.C;
-  plan.workspace_bytes = static_cast<size_t>(
-      (forward ? 4 : 2) * problem.accumulator_bytes() * problem.N *
-      (plan.splits * partials + problem.G));
+  plan.workspace_bytes =
+      static_cast<size_t>(of_partial * (plan.splits * partials + problem.G));
   return plan;
 }
 
@@ -577,7 +611,8 @@ constexpr Condition kFitsGrid{
     "fewer than 2^31 channels, and blocks",
     [](const Problem& problem, const Device&) {
       // A grid has at most 2^31 - 1 blocks. Samples are split further only
-      // where they are fewer than the blocks that fill the chip.
+      // where they are fewer than the blocks that fill the chip, or into splits
+      // of thousands of elements.
       constexpr int64_t kLimit = int64_t{1} << 30;
       return problem.C < kLimit &&
           problem.N <= kLimit / ceil_div(problem.C, kNarrowestTile);
@@ -591,6 +626,15 @@ constexpr Condition kCanKeep{
       return problem.N > 0 && can_keep(problem);
     }};
 
+constexpr int64_t kMostKeptChannels =
+    std::numeric_limits<int>::max() / kMostThreads;
+static_assert(kMostKeptChannels == 4194303, "which the condition's text names");
+constexpr Condition kNarrowPixels{
+    "at most 4194303 channels",
+    [](const Problem& problem, const Device&) {
+      // A thread's pixels are as many elements apart as an int can count.
+      return problem.C <= kMostKeptChannels;
+    }};
 constexpr Condition kWholeVectors{
     "half or bfloat16 alone, in groups of whole vectors of 16 bytes",
     [](const Problem& problem, const Device&) {
@@ -624,6 +668,7 @@ constexpr std::array kResidentConditions{
     kFitsGrid,
     kCudaDevice,
     kCanKeep,
+    kNarrowPixels,
 };
 constexpr std::array kTwoPassConditions{
     kChannelsLast,

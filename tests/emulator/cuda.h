@@ -149,14 +149,6 @@ inline float __uint_as_float(unsigned x) {
   return std::bit_cast<float>(x);
 }
 
-inline float __fdividef(float x, float y) {
-  return x / y;
-}
-
-inline float __frcp_rn(float x) {
-  return 1 / x;
-}
-
 inline float __frsqrt_rn(float x) {
   return static_cast<float>(1 / std::sqrt(static_cast<double>(x)));
 }

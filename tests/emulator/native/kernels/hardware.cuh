@@ -20,6 +20,10 @@ inline float approximate_exp2(float x) {
   return std::exp2(x);
 }
 
+inline float approximate_reciprocal(float x) {
+  return 1 / x;
+}
+
 enum class Eviction { kFirst, kLast };
 
 inline uint64_t cache_policy(Eviction) {
