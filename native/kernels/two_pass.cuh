@@ -256,6 +256,9 @@ __global__ void __launch_bounds__(
       });
 }
 
+// That a thread of a team reads at once.
+constexpr int kItemsAtOnce = 4;
+
 // coefficients[n][g] = s * (sum gamma dY, sum gamma dY xhat). One team for each
 // (n, g).
 template <typename T, bool kBlock>
@@ -280,12 +283,28 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
   Acc sum[2] = {0, 0}; // of gamma dY, gamma dY xhat
   const int64_t items = static_cast<int64_t>(splits) * shape.D.divisor();
   Walk walk(team.rank(), team.size(), shape.D.divisor());
-  for (int64_t i = team.rank(); i < items; i += team.size(), walk.next()) {
-    const Pair<Acc> of_channel =
-        own[static_cast<int64_t>(walk.y) * shape.C + walk.x];
-    const Acc weight = gamma.at(first + walk.x, 1);
-    sum[0] += weight * of_channel.second;
-    sum[1] += weight * of_channel.first;
+  for (int64_t i = team.rank(); i < items; i += kItemsAtOnce * team.size()) {
+    Pair<Acc> of_channel[kItemsAtOnce];
+    Acc weight[kItemsAtOnce];
+#pragma unroll
+    for (int k = 0; k < kItemsAtOnce; ++k) {
+      // No branch before the loads: all at once.
+      const bool exists = i + k * team.size() < items;
+      const int channel = exists ? walk.x : 0;
+      const int64_t row = exists ? walk.y : 0;
+      of_channel[k] = own[row * shape.C + channel];
+      weight[k] = gamma.at(first + channel, 1);
+      if (!exists) {
+        of_channel[k] = {0, 0};
+        weight[k] = 0;
+      }
+      walk.next();
+    }
+#pragma unroll
+    for (int k = 0; k < kItemsAtOnce; ++k) {
+      sum[0] += weight[k] * of_channel[k].second;
+      sum[1] += weight[k] * of_channel[k].first;
+    }
   }
   team.sum(sum);
   if (!idle && team.rank() == 0) {

@@ -30,8 +30,9 @@ constexpr int kPixelsInFlight = 8;
 constexpr int kNarrowWalkOfTwo = 48;
 constexpr int kNarrowWalk = 32;
 
-// And as many splits as leave a block so many sums of a group to add, at most.
-constexpr int64_t kMostSums = 1 << 16;
+// And as many splits as leave a block so many results of a group to add, at
+// most.
+constexpr int64_t kMostResults = 1 << 16;
 
 // Blocks a multiprocessor: enough to fill it twice over at the kernels'
 // register use (four blocks of 256 threads are resident), so that the last
@@ -509,8 +510,9 @@ std::optional<Plan> plan_two_pass(
   if (is_narrow(problem)) {
     const int walk =
         size_of(problem.dtype) == 2 ? kNarrowWalkOfTwo : kNarrowWalk;
+    const int64_t results = forward ? plan.column_tiles : problem.D();
     wanted =
-        std::max(wanted, std::min(splits_of(walk), kMostSums / problem.D()));
+        std::max(wanted, std::min(splits_of(walk), kMostResults / results));
   }
   int64_t most = splits_of(kPixelsInFlight);
   if (exceeds_workspace_share(problem, most * partials * of_partial)) {
