@@ -193,6 +193,31 @@ def test_slabs_of_a_wide_output(backward):
         assert kept["bfloat16"] == kept["wide"] > kept["float32"]
 
 
+@directions
+@pytest.mark.parametrize(
+    ("dtype", "shape", "groups", "walk"),
+    [("float16", (1, 1001, 100, 150), 77, 48), ("float32", (1, 489, 100, 300), 163, 32)],
+)
+def test_narrow_vectors_walk_few_pixels(backward, dtype, shape, groups, walk):
+    """Of an odd C; the workspace of more than 64 MB may need longer walks."""
+    answer = explain(Case("narrow", shape, groups), "cuda", backward, dtype=dtype)
+    plan = geometry(answer)
+    assert answer["rule"] == "two_pass" and plan["vector"] == 1
+    assert walk / 2 < plan["pixels_per_split"] / plan["rows"] <= walk
+
+
+@directions
+def test_blocks_add_up_few_results(backward):
+    """A group of many channels: backward, a block adds up sums of each of them for every split."""
+    case = Case("wide group", (1, 4095, 300, 300), 1)
+    answer = explain(case, "cuda", backward, dtype="float16")
+    plan = geometry(answer)
+    assert answer["rule"] == "two_pass" and plan["vector"] == 1
+    filled = 8 * 132 // plan["column_tiles"] + 1  # eight blocks a multiprocessor
+    assert plan["splits"] <= max(filled, (1 << 16) // case.C) or not backward
+    assert plan["splits"] > filled or backward
+
+
 HUGE = (
     Case("N past 65535", (1 << 20, 32, 2, 2), 32),
     Case("N * G past 2^31", (1 << 27, 32, 1, 2), 32),
