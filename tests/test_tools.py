@@ -765,7 +765,8 @@ def profile_log(kernels: Iterable[dict[str, str]]) -> list[str]:
 def test_counters_of_a_step_are_its_kernels_together():
     barrier = counters.STALL.format("barrier")
     marker = counted("void erfinv_kernel<float>(int)")
-    copy = counted("void neg_kernel(int)", **{counters.TIME: 2000, counters.DRAM: 80})
+    traffic = {counters.READ: 2_000_000, counters.WRITTEN: 1_000_000}
+    copy = counted("void neg_kernel(int)", **{counters.TIME: 2000, counters.DRAM: 80}, **traffic)
     forward = counted("void first(int)", **{counters.TIME: 3000, counters.READ: 1_500_000})
     second = counted("void second(int)", **{counters.TIME: 1000, counters.DRAM: 40, barrier: 3})
     log = profile_log([marker, copy, marker, forward, marker, forward, second])
@@ -779,8 +780,11 @@ def test_counters_of_a_step_are_its_kernels_together():
     stalls = rows[2]["stalls"]
     assert list(stalls)[:2] == ["wait", "barrier"] and stalls["wait"] == 57
     assert rows[2]["kernels"] == 2
+    rendered = render_readme.counters({"rows": rows})
     for text in (rows[0]["name"], "fwd+bwd", "wait 57%"):
-        assert text in render_readme.counters({"rows": rows})
+        assert text in rendered
+    # 3 MB take elementwise 2 us.
+    assert "fwd | float32 | 3 | 1 | 1.5 | 4.19 |" in rendered
 
 
 @pytest.mark.parametrize(

@@ -289,15 +289,22 @@ def demo(content: dict[str, Any]) -> str:
 
 
 def counters(content: dict[str, Any]) -> str:
-    """Rows of tools/counters.py."""
-    header = ["step", "dtype", "us", "read MB", "least", "written MB", "DRAM %", "issue %", "waits"]
+    """Rows of tools/counters.py: each step's, and what its traffic takes at elementwise's rate."""
+    rates = {
+        (row["name"], row["dtype"]): (row["read"] + row["written"]) / row["us"]
+        for row in content["rows"]
+        if row["step"] == "elementwise"
+    }
+    header = ["step", "dtype", "us", "at elementwise's rate", "read MB", "least", "written MB"]
     return table(
-        header,
+        [*header, "DRAM %", "issue %", "waits"],
         (
             [
                 f"{row['name']} {_shape(row)}, {row['step'].replace('fwd_bwd', 'fwd+bwd')}",
                 row["dtype"],
-                *(number(row[key]) for key in ("us", "read", "least", "written", "dram", "issue")),
+                number(row["us"]),
+                number((row["read"] + row["written"]) / rates[row["name"], row["dtype"]]),
+                *(number(row[key]) for key in ("read", "least", "written", "dram", "issue")),
                 ", ".join(f"{name} {share}%" for name, share in row["stalls"].items()),
             ]
             for row in content["rows"]

@@ -30,8 +30,7 @@ constexpr int kPixelsInFlight = 8;
 constexpr int kNarrowWalkOfTwo = 48;
 constexpr int kNarrowWalk = 32;
 
-// And as many splits as leave a block so many results of a group to add, at
-// most.
+// Results of a group that such splits may leave for one block to add.
 constexpr int64_t kMostResults = 1 << 16;
 
 // Blocks a multiprocessor: enough to fill it twice over at the kernels'
@@ -637,6 +636,7 @@ constexpr Condition kNarrowPixels{
       // A thread's pixels are as many elements apart as an int can count.
       return problem.C <= kMostKeptChannels;
     }};
+
 constexpr Condition kWholeVectors{
     "half or bfloat16 alone, in groups of whole vectors of 16 bytes",
     [](const Problem& problem, const Device&) {
