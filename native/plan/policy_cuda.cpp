@@ -26,7 +26,7 @@ constexpr int kPixelsInFlight = 8;
 
 // Pixels that it shall walk, at most, where its vectors are narrow: warps write
 // parts of sectors then, which is faster the less of the tensor is under way at
-// once. Of two bytes, and of more (the best of 12 to 128, on an H200).
+// once. Of two bytes, and of more.
 constexpr int kNarrowWalkOfTwo = 48;
 constexpr int kNarrowWalk = 32;
 
