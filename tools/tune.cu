@@ -3,7 +3,8 @@
 //
 //   tune REPETITIONS < shapes > plans
 //
-// shapes: lines of "name N C HxW G dtype"; dtype is float32 or bfloat16.
+// shapes: lines of "name N C HxW G dtype activation"; dtype is float32 or
+// bfloat16, activation as Python names it.
 // plans: lines of "name direction copy_us plan_us policy error plan", where
 // direction is fwd or bwd, policy is 1 for the plan that the policy chooses,
 // error the largest difference from the two-pass scheme's output over the
@@ -14,10 +15,12 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "native/launch/launch.h"
@@ -193,8 +196,9 @@ void measure(
   const Memory beta(problem.C * sizeof(T));
   const Memory dgamma(problem.C * sizeof(T));
   const Memory dbeta(problem.C * sizeof(T));
-  const Memory mean(problem.N * problem.G * sizeof(T));
-  const Memory rstd(problem.N * problem.G * sizeof(T));
+  const int64_t of_statistics = size_of(problem.statistics_dtype());
+  const Memory mean(problem.N * problem.G * of_statistics);
+  const Memory rstd(problem.N * problem.G * of_statistics);
   const Memory worst(2 * sizeof(int));
   constexpr int kBlocks = 1024;
   constexpr int kThreads = 256;
@@ -245,6 +249,7 @@ void measure(
              .mean = mean.as<void>(),
              .rstd = rstd.as<void>(),
              .gamma = gamma.as<void>(),
+             .beta = beta.as<void>(),
              .dX = output,
              .dgamma = dgamma.as<void>(),
              .dbeta = dbeta.as<void>(),
@@ -291,21 +296,38 @@ void measure(
 } // namespace
 
 int main(int argc, char** argv) {
+  // In the order of Activation.
+  constexpr std::array<std::string_view, 5> kActivations{
+      "identity", "relu", "silu", "gelu", "gelu_tanh"};
   const int repetitions = argc > 1 ? std::max(1, atoi(argv[1])) : 9;
   CHECK(cudaStreamCreate(&stream));
   Device device;
   CHECK(describe_device(device));
   char name[64];
   char dtype[16];
+  char activation[16];
   Problem problem;
   long long N, C, HxW, G;
-  while (
-      scanf("%63s %lld %lld %lld %lld %15s", name, &N, &C, &HxW, &G, dtype) ==
-      6) {
+  while (scanf(
+             "%63s %lld %lld %lld %lld %15s %15s",
+             name,
+             &N,
+             &C,
+             &HxW,
+             &G,
+             dtype,
+             activation) == 7) {
     problem.N = N;
     problem.C = C;
     problem.HxW = HxW;
     problem.G = G;
+    const auto found = std::ranges::find(kActivations, activation);
+    if (found == kActivations.end()) {
+      fprintf(stderr, "unknown activation %s\n", activation);
+      return 1;
+    }
+    problem.activation = static_cast<Activation>(found - kActivations.begin());
+    problem.wide_statistics = problem.is_fused();
     if (std::string(dtype) == "float32") {
       problem.dtype = problem.param_dtype = DType::kFloat;
       measure<float>(name, problem, device, repetitions);

@@ -4,6 +4,7 @@
     python tools/tune.py --only rn2,sd15                   # some of them
     python tools/tune.py --only "" --random 70 --seed 1    # shapes as models have them
     python tools/tune.py --only "" --shapes 8x129x56x56:43:float32,1x320x64x64:32:bfloat16
+    python tools/tune.py --activation silu                 # fused with one
 
 Builds tools/tune.cu with nvcc (half a minute on 16 cores) and times, for each shape and
 direction, all slice widths, cluster sizes, threads and samples of a wave that fit, and two passes:
@@ -31,6 +32,7 @@ import results
 import torch
 
 sys.path.insert(0, str(results.ROOT / "tests"))
+from reference import ACTIVATIONS
 from shapes import KERNEL_CASES, Case
 
 DTYPES = ("bfloat16", "float32")
@@ -160,6 +162,9 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, help="so many random shapes too")
     parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
     parser.add_argument(
+        "--activation", choices=ACTIVATIONS, default="identity", help="fused with the norm"
+    )
+    parser.add_argument(
         "--repetitions", type=int, default=9, help="of which a figure is the median"
     )
     parser.add_argument("--best", type=int, default=3, help="plans to print a row")
@@ -177,7 +182,8 @@ def main() -> None:
         parser.error("no such case")
 
     questions = "".join(
-        f"{case.name}{case.dtype} {case.N} {case.C} {case.HxW} {case.G} {case.dtype}\n"
+        f"{case.name}{case.dtype} {case.N} {case.C} {case.HxW} {case.G} {case.dtype} "
+        f"{arguments.activation}\n"
         for case in cases
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -194,6 +200,7 @@ def main() -> None:
     print(summary(rows))
     if arguments.output:
         head = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}
+        head["activation"] = arguments.activation
         results.write(arguments.output, head | {"rows": rows}, arguments.folder)
     if any(row["wrong"] for row in rows):
         parser.exit(1, "some plans are wrong\n")

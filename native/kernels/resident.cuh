@@ -34,7 +34,7 @@ struct Waves {
   int count;
   FastDivisor samples; // of a wave, or of a cluster
   FastDivisor cluster; // its blocks
-  FastDivisor places; // of a thread's ring
+  int places; // of a thread's ring
   int cached; // pixels of a thread, see Retention
 };
 
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(
   const int step = tiling.rows.divisor() * shape.C;
   int64_t offset = at.offset(shape);
   const Retention<kWholeChip> retention(
-      ring.count, kPixels * waves.places.divisor(), waves.cached);
+      ring.count, kPixels * kRingAhead<kWholeChip>, waves.cached);
   const auto copy_from = [&](int64_t from, bool second = false) {
     return [=, &slab](int first, int place, auto pixels) {
       const T* pixel = X + from + int64_t{first} * step;
@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(
   const int step = tiling.rows.divisor() * shape.C;
   int64_t offset = at.offset(shape);
   const Retention<kWholeChip> retention(
-      ring.count, kPixels * waves.places.divisor(), waves.cached);
+      ring.count, kPixels * kRingAhead<kWholeChip>, waves.cached);
   const auto copy_from = [&](int64_t from, bool second = false) {
     return [=, &slab_dY, &slab_X](int first, int place, auto pixels) {
       const TY* dy = dY + from + int64_t{first} * step;

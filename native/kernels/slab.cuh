@@ -68,7 +68,8 @@ struct Slab {
 };
 
 // What the L2 cache shall keep of a thread's pixels: the `cached` before the
-// last `kept`, which stay in shared memory. None: it is left alone.
+// last `still_there`, which are in shared memory when they are needed again.
+// None: it is left alone.
 template <bool kWholeChip>
 struct Retention {
   bool leads; // the cache
@@ -77,12 +78,12 @@ struct Retention {
   int first;
   int last;
 
-  __device__ Retention(int pixels, int kept, int cached)
+  __device__ Retention(int pixels, int still_there, int cached)
       : leads(cached > 0),
         once(cache_policy(Eviction::kFirst)),
         again(cache_policy(Eviction::kLast)),
-        first(pixels - kept - cached),
-        last(pixels - kept) {}
+        first(pixels - still_there - cached),
+        last(pixels - still_there) {}
 
   // Copies pixel i, for the first time or the second.
   template <typename T, int kVector>
@@ -98,10 +99,11 @@ struct Retention {
 };
 
 // A thread's pixels pass through its part of the slab in batches of kPixels,
-// each of which has a place there; a place is used again once its batch has
+// each of which has a place there. The first batches stay in theirs; the others
+// share the last kAhead places, each of which is used again once its batch has
 // been. read() takes them in order; then write() takes them from the last to
-// the first, so that those that stayed in place come first, and then those that
-// were read last and may still be in the L2 cache.
+// the first: what must be copied again is what was read last before, and may
+// still be in the L2 cache, which has no use for what stays in place.
 //
 // Copies are kAhead batches ahead of their use. Each step ends one batch of
 // copies, of nothing if there is nothing left to copy, so what a step waits for
@@ -118,14 +120,14 @@ struct Retention {
 //   use(first, place, Pixels<n>())    uses them
 template <int kPixels, int kAhead, bool kKeepsAll>
 struct Ring {
-  FastDivisor places; // at least kAhead, or enough for all batches
+  int places; // at least kAhead, or enough for all batches
   int count; // pixels of the thread
   int batches;
   // Waves take the places in turns from either end: the next wave's first
   // batches move in while the last batches of this one are still in place.
   bool reversed = false;
 
-  __device__ Ring(FastDivisor places, int count)
+  __device__ Ring(int places, int count)
       : places(places),
         count(count),
         batches((count + kPixels - 1) / kPixels) {}
@@ -149,8 +151,9 @@ struct Ring {
     if constexpr (kKeepsAll) {
       return kPixels * batch;
     }
-    const int i = batch - places.quotient(batch) * places.divisor();
-    return kPixels * (from_end ? places.divisor() - 1 - i : i);
+    const int kept = places - kAhead;
+    const int i = batch < kept ? batch : kept + (batch - kept) % kAhead;
+    return kPixels * (from_end ? places - 1 - i : i);
   }
 
   // Starts the first copies of the first wave.
@@ -183,7 +186,6 @@ struct Ring {
   template <typename Copy, typename CopyNext, typename Use>
   __device__ void write(bool has_next, Copy copy, CopyNext copy_next, Use use)
       const {
-    const int overwritten = batches - places.divisor();
 #pragma unroll 1
     for (int batch = has_next ? max(batches, kAhead) - 1 : batches - 1;
          batch >= 0;
@@ -197,7 +199,7 @@ struct Ring {
       }
       const int again = batch - kAhead;
       const int next = kAhead - 1 - batch;
-      if (again >= 0 && again < overwritten) {
+      if (again >= places - kAhead) {
         of_batch(again, reversed, copy);
       } else if (has_next && next >= 0 && next < batches) {
         of_batch(next, !reversed, copy_next);

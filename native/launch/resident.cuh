@@ -44,8 +44,7 @@ inline ResidentLaunch resident_launch(
        FastDivisor(
            whole_chip ? static_cast<int>(samples) : of_cluster / plan.splits),
        FastDivisor(of_cluster),
-       FastDivisor(
-           static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch)),
+       static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch),
        static_cast<int>(plan.pixels_cached)},
       1 / static_cast<double>(problem.HxW * problem.D())};
 }

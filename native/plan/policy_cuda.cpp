@@ -120,6 +120,13 @@ constexpr double kClusterBarrier = 280;
 // And backward a second launch, where a cluster has not all samples.
 constexpr double kParameterGradients = 1790;
 
+// An activation, by the elements of a multiprocessor. Where clusters keep them
+// there are enough blocks to hide most of it, if they are of enough threads.
+// Fitted to a sweep of the plans of 35 shapes.
+constexpr ByDirection kActivation{0.03, 0.06};
+constexpr ByDirection kResidentActivation{0.01, 0.06};
+constexpr double kLostActivationThreads = 400;
+
 // The cooperative scheme: a call, a wave, and what a block reads of a group in
 // an exchange.
 constexpr ByDirection kCooperativeCall{3580, 4510};
@@ -217,6 +224,11 @@ double bytes_written(const Problem& problem, const Plan& plan) {
       problem, plan, plan.pixels_per_split, problem.element_bytes_written());
 }
 
+double elements_of_block(const Plan& plan) {
+  return static_cast<double>(plan.pixels_per_split) * plan.columns *
+      plan.vector;
+}
+
 // Slices of whole groups and whole vectors, as vectors: of one to ten bursts,
 // or what comes next.
 template <typename F>
@@ -299,6 +311,11 @@ Candidate resident_candidate(
   result.nanoseconds = of(kResidentCall, problem) +
       (leaves_sums ? kParameterGradients : 0) + kThread * first_threads +
       moved + (waves - 1) * phase_change + waves * of_wave;
+  if (problem.is_fused()) {
+    result.nanoseconds += (1 + kLostActivationThreads / first_threads) *
+        of(kResidentActivation, problem) * of_multiprocessor *
+        elements_of_block(plan);
+  }
   return result;
 }
 
@@ -413,6 +430,10 @@ Candidate cooperative_candidate(
                static_cast<double>(problem.D()) +
            (all + again + bytes_written(problem, plan)) /
                kCooperativeBytesPerNs);
+  if (problem.is_fused()) {
+    result.nanoseconds +=
+        waves * of(kActivation, problem) * elements_of_block(plan);
+  }
   return result;
 }
 
@@ -444,9 +465,14 @@ double two_pass_nanoseconds(const Problem& problem, const Device& device) {
   // X, X, Y; or dY, X, dY, X, dX
   const int64_t bytes = problem.numel() *
       (2 * problem.element_bytes_read() + problem.element_bytes_written());
-  return of(kTwoPassCall, problem) +
+  double result = of(kTwoPassCall, problem) +
       (is_narrow(problem) ? kNarrowTwoPass : 1) * static_cast<double>(bytes) /
-      (kTwoPassBytesPerNs * device.sm_count);
+          (kTwoPassBytesPerNs * device.sm_count);
+  if (problem.is_fused()) {
+    result += of(kActivation, problem) * static_cast<double>(problem.numel()) /
+        device.sm_count;
+  }
+  return result;
 }
 
 // The fastest plan by the estimates, if it is of the scheme.
