@@ -140,7 +140,6 @@ def measure(
     if stock is not None:
         wrong = check(case, inputs, stock)
         row |= {"wrong": wrong} if wrong else {"checked": True}
-        torch.cuda.empty_cache()  # what is timed does not lie where the check left room
     failed: dict[str, dict[str, str]] = {}
     differs: dict[str, dict[str, str]] = {}
     if "compile" in providers:
