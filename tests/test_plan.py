@@ -42,6 +42,7 @@ def explain(
     channels_last: bool = True,
     alignment: int = 16,
     wide: bool = False,
+    activation: str = "identity",
 ) -> dict:
     dtype = dtype or case.dtype
     text = torch.ops.gn_override.explain_shape(
@@ -55,6 +56,7 @@ def explain(
         param_dtype or dtype,
         channels_last,
         alignment,
+        activation,
         wide_output=wide,
     )
     return json.loads(text)
@@ -270,6 +272,18 @@ def test_clusters_of_all_samples_need_no_second_launch():
     # Of one sample and of several, split and whole.
     assert seen >= {(True, True, True), (True, True, False), (False, True, True)}
     assert {kind for kind in seen if kind[:2] == (True, False)}
+
+
+def test_estimates_count_activations():
+    """They make the cooperative scheme the faster one where it hides more of them: backward."""
+    case = next(case for case in KERNEL_CASES if case.name == "pr1" and case.dtype == "bfloat16")
+    rules = {
+        (activation, backward): explain(case, "cuda", backward, activation=activation)["rule"]
+        for activation in ("identity", "silu")
+        for backward in (False, True)
+    }
+    assert rules.pop(("silu", True)) == "cooperative"
+    assert set(rules.values()) == {"resident"}
 
 
 def test_alignment_narrows_the_vector():
