@@ -106,8 +106,8 @@ struct ChannelMoments {
 template <typename Acc>
 struct alignas(16) Moments {
   Acc mean;
-  Acc low;
   Acc second; // M2, or rstd of a group
+  Acc low;
   Acc count; // elements
 };
 
@@ -132,8 +132,8 @@ struct DeviationSums {
 // reads each `step`-th from `first` on, the first kHeld at once and once only;
 // sum(x) makes the array or compensated sum x what the threads that share it
 // add up to, and all of them get the result. near() is the mean of one of the
-// parts, for all of these threads the same. known_count, unless it is null: the
-// elements.
+// parts, for all of these threads the same. per_count, unless it is null: 1 /
+// the elements, which the result does not count then.
 //
 // Deviations are from near(), which is within sqrt(parts) of them if the parts
 // are of a size: M2 may lose `parts` units in the last place of an accumulator,
@@ -154,7 +154,7 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
     Near near,
     bool refined,
     Sum sum,
-    const Acc* known_count = nullptr) {
+    const Acc* per_count = nullptr) {
   Moments<Acc> held[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -202,21 +202,19 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
     totals.deviations.of_mean = plain[0];
     totals.count = plain[1];
     sum(totals.deviations.of_M2);
-  } else if (known_count == nullptr) {
+  } else if (per_count == nullptr) {
     sum_members<Acc>(totals, sum);
   } else {
     sum_members<Acc>(totals.deviations, sum);
   }
-  if (known_count != nullptr) {
-    totals.count = *known_count;
-  }
   const Acc of_mean = totals.deviations.of_mean;
-  const Acc shift = of_mean * reciprocal_or_zero(totals.count);
+  const Acc shift = of_mean *
+      (per_count == nullptr ? reciprocal_or_zero(totals.count) : *per_count);
   const Acc mean = near_mean + shift;
   return {
       mean,
-      shift - (mean - near_mean),
       totals.deviations.of_M2.value() - of_mean * shift,
+      shift - (mean - near_mean),
       totals.count};
 }
 
@@ -317,7 +315,10 @@ __device__ __forceinline__ void fold_segments(
   const int first_group = shape.D.quotient(tile_first << merge_shift);
   const int segments =
       shape.D.quotient((tile_end << merge_shift) - 1) - first_group + 1;
+  // What a row has of a channel.
   const PixelsOfRow row_pixels(tiling, at.pixels);
+  const auto every = static_cast<Acc>(row_pixels.every << merge_shift);
+  const auto one_more = static_cast<Acc>((row_pixels.every + 1) << merge_shift);
   const Runs runs(tiling.lanes_per_segment);
 
   if (at.row < rows) {
@@ -344,11 +345,8 @@ __device__ __forceinline__ void fold_segments(
           const int channel = tiling.rows.quotient(i);
           const int row = i - channel * rows;
           const Pair<Acc> one = shared[(begin + channel) * pitch + row];
-          return {
-              one.first,
-              0,
-              one.second,
-              static_cast<Acc>(row_pixels.of(row) << merge_shift)};
+          const Acc count = row < row_pixels.longer ? one_more : every;
+          return {one.first, one.second, 0, count};
         },
         [&] { return shared[begin * pitch].first; },
         refined,

@@ -186,7 +186,7 @@ moments_of(const uint4 (&x)[kPixels], int rows, int pixels) {
   // What rounding took from the mean shows in float statistics alone.
   const Acc low =
       sizeof(Statistic<T, kFused>) > 2 ? shift - (mean - pivot) : Acc{0};
-  return {mean, low, sum_of(squares) - sum * shift, count};
+  return {mean, sum_of(squares) - sum * shift, low, count};
 }
 
 // per_group is 1 / (HxW D).
@@ -236,7 +236,6 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
   Acc weight[kVector];
   Acc bias[kVector];
   parameters.read(tiling.columns.divisor(), at.column, weight, bias);
-  const Acc count = static_cast<Acc>(tiling.HxW) * static_cast<Acc>(tiling.D);
   Moments<Acc> of_group = merge_moments<T, 1, Acc>(
       lane,
       kWarpSize,
@@ -245,7 +244,7 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
       [&] { return of_warp[0].mean; },
       kRefined,
       sum,
-      &count);
+      &per_group);
   of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
 
   const Normalization<T, T, kVector, kFused> normalized(

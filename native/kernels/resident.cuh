@@ -202,6 +202,7 @@ __global__ void __launch_bounds__(
     parameters[parameter_place<kVector>(tiling, c)].second = value;
   });
 
+  exchange.ready(item.groups * item.parts);
   const bool refined = sizeof(TY) > 2 || mean_out.is_float;
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
@@ -213,7 +214,6 @@ __global__ void __launch_bounds__(
         moments.add(pixel);
       });
     }
-    exchange.ready(item.groups * item.parts);
     fold_segments(
         shape,
         tiling,
@@ -244,8 +244,6 @@ __global__ void __launch_bounds__(
       }
     }
     const Runs runs(tiling.lanes_per_exchange);
-    const Acc count =
-        static_cast<Acc>(shape.HxW) * static_cast<Acc>(shape.D.divisor());
     exchange.wait();
 
     runs.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
@@ -257,7 +255,7 @@ __global__ void __launch_bounds__(
           [&] { return exchange.slots[g * item.parts].mean; },
           refined,
           [&](auto& sums) { sum_lanes(sums, runs.lanes); },
-          &count);
+          &per_group);
       of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
       if (lane == 0 && valid) {
         total[g] = of_group;
@@ -446,6 +444,8 @@ __global__ void __launch_bounds__(
     });
   }
 
+  exchange.ready(item.groups * item.parts + (kAllSamples ? share.values() : 0));
+
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
     means.store([&](int g, Acc value) { moments[g].first = value; });
@@ -488,8 +488,6 @@ __global__ void __launch_bounds__(
       });
       gradients.finish(rstd, of_thread);
     }
-    exchange.ready(
-        item.groups * item.parts + (kAllSamples ? share.values() : 0));
     fold_rows<TY>(
         tiling.columns,
         tiling.rows.divisor(),

@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   const Moments<Acc>* const own =
       partial + n * tiling.splits.divisor() * slots + group + first_tile;
 
-  const Acc total = static_cast<Acc>(shape.HxW) * shape.D.divisor();
+  const Acc per_group =
+      1 / (static_cast<Acc>(shape.HxW) * static_cast<Acc>(shape.D.divisor()));
 
   allow_next_kernel();
   wait_for_previous_kernel();
@@ -112,8 +113,8 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
       [&] { return own->mean; },
       true,
       [&](auto& sums) { team.sum(sums); },
-      &total);
-  of_group.second = reciprocal_sqrt(of_group.second / total + eps);
+      &per_group);
+  of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
 
   if (!idle && team.rank() == 0) {
     moments[index] = of_group;

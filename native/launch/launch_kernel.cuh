@@ -118,11 +118,13 @@ inline Shape shape_of(const Problem& problem) {
       FastDivisor(static_cast<int>(problem.D()))};
 }
 
-// At most `most_lanes` threads shall fold a segment (see fold_segments).
+// At most `most_lanes` threads shall fold a segment (see fold_segments). A lane
+// holds `held` of the parts of a group that it merges.
 inline Tiling tiling_of(
     const Problem& problem,
     const Plan& plan,
-    int most_lanes = kWarpSize) {
+    int most_lanes = kWarpSize,
+    int held = 1) {
   // Neighbouring lanes, a power of two, for each of `items` at once.
   const auto lanes_of = [&](int64_t items, int most) {
     const auto lanes = std::clamp<int64_t>(plan.threads / items, 1, most);
@@ -145,10 +147,17 @@ inline Tiling tiling_of(
       lanes_of(segments, most_lanes),
       lanes_of(channels, kWarpSize),
       kWarpSize};
+  // All groups at once, if the lanes can hold their parts.
   const int parts =
       plan.splits * std::max(1, tiling.lanes_per_segment / kWarpSize);
-  tiling.lanes_per_exchange = static_cast<int>(
-      std::bit_ceil(static_cast<unsigned>(std::min(parts, kWarpSize))));
+  const auto lanes_for = [](int items) {
+    return static_cast<int>(
+        std::bit_ceil(static_cast<unsigned>(std::min(items, kWarpSize))));
+  };
+  tiling.lanes_per_exchange = std::clamp(
+      lanes_of(segments, kWarpSize),
+      lanes_for((parts + held - 1) / held),
+      lanes_for(parts));
   return tiling;
 }
 

@@ -38,7 +38,11 @@ inline ResidentLaunch resident_launch(
        .shared_bytes = plan.shared_bytes,
        .cluster = static_cast<unsigned>(of_cluster),
        .cooperative = whole_chip},
-      tiling_of(problem, plan, most_lanes),
+      tiling_of(
+          problem,
+          plan,
+          most_lanes,
+          whole_chip ? kHeldParts<true> : kHeldParts<false>),
       resident_layout(problem, plan, plan.pixels_kept),
       {static_cast<int>((problem.N + samples - 1) / samples),
        FastDivisor(

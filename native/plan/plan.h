@@ -29,7 +29,7 @@ struct Plan {
   int column_tiles = 1;
   int splits = 1;
   int64_t pixels_per_split = 0;
-  int threads = 0; // of a block: rows * columns in whole warps
+  int threads = 0; // of a block: at least rows * columns, in whole warps
   // Blocks of a cluster: the splits of a sample or, backward, of all samples,
   // which then add up dgamma and dbeta as well.
   int cluster = 1;

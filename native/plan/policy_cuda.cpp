@@ -377,10 +377,11 @@ Candidate cooperative_candidate(
       static_cast<int>(std::min(splits, problem.HxW)),
       kMostThreads);
   plan.samples_per_wave = samples;
+  plan.threads = kMostThreads; // those without a row help to fold
   const int64_t rest = resident_layout(problem, plan, 0).bytes;
   const int64_t of_pixel =
       plan.threads * plan.vector * problem.element_bytes_read();
-  if (plan.threads > kMostThreads || rest > device.shared_memory_per_block ||
+  if (rest > device.shared_memory_per_block ||
       plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
     return result;
   }
