@@ -39,6 +39,7 @@ _COMMANDS = {
     "convergence": "python tools/convergence.py --device cuda --output {name}",
     "demo": "python -m gn_override demo",
     "counters": "python tools/counters.py --output {name}",
+    "tune": "python tools/tune.py --output {name}",
 }
 
 
@@ -312,6 +313,25 @@ def counters(content: dict[str, Any]) -> str:
     )
 
 
+def tune(content: dict[str, Any]) -> str:
+    """Rows of tools/tune.py: what moving alone takes, the best plan, the policy's."""
+    rows = []
+    for row in content["rows"]:
+        moved = min(row["moved"].values(), default=None)
+        times = (moved, min(row["plans"].values()), row["plans"][row["policy"]])
+        rows.append(
+            [
+                f"{row['name']} {_shape(row)}, {row['direction']}",
+                row["dtype"],
+                number(row["copy"]),
+                *map(number, times),
+                *(_ratio(time, row["copy"]) for time in times),
+            ]
+        )
+    header = ["step", "dtype", "copy", "moved", "best plan", "the policy's"]
+    return table([*header, *("/ copy" for _ in range(3))], rows)
+
+
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "models": models,
     "kernels": kernels,
@@ -323,6 +343,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "convergence": convergence,
     "demo": demo,
     "counters": counters,
+    "tune": tune,
 }
 
 

@@ -5,10 +5,11 @@
 //
 // shapes: lines of "name N C HxW G dtype activation"; dtype is float32 or
 // bfloat16, activation as Python names it.
-// plans: lines of "name direction copy_us plan_us policy error plan", where
-// direction is fwd or bwd, policy is 1 for the plan that the policy chooses,
-// error the largest difference from the two-pass scheme's output over the
-// largest output, and plan what to_string() says.
+// plans: lines of "name direction copy_us plan_us moved_us policy error plan",
+// where direction is fwd or bwd, moved_us is what the plan's traffic takes
+// without its arithmetic (see move_kernel) or 0, policy is 1 for the plan that
+// the policy chooses, error the largest difference from the two-pass scheme's
+// output over the largest output, and plan what to_string() says.
 //
 // A figure is the median of replays of a CUDA graph with a cold L2 cache.
 #include <cuda_bf16.h>
@@ -23,7 +24,8 @@
 #include <string_view>
 #include <vector>
 
-#include "native/launch/launch.h"
+#include "native/kernels/hardware.cuh"
+#include "native/launch/launch_kernel.cuh"
 #include "native/plan/plan.h"
 #include "native/plan/shared_memory.h"
 
@@ -110,6 +112,90 @@ __global__ void compare(const T* a, const T* b, int64_t count, int* worst) {
   }
   atomicMax(worst, __float_as_int(difference));
   atomicMax(worst + 1, __float_as_int(largest));
+}
+
+// What any kernel of a plan's geometry that reads its inputs once has to do:
+// each block brings its pixels of X, and backward of dY, to shared memory,
+// meets the blocks that share its groups, and writes as many.
+template <bool kWholeChip>
+__global__ void __launch_bounds__(512) move_kernel(
+    Tiling tiling,
+    int64_t HxW,
+    int vectors, // of a pixel
+    const uint4* X,
+    const uint4* dY, // backward alone
+    uint4* out) {
+  const auto block = static_cast<int>(blockIdx.x);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int item = tiling.splits.quotient(block);
+  const int split = block - item * tiling.splits.divisor();
+  const int n = tiling.column_tiles.quotient(item);
+  const int tile = item - n * tiling.column_tiles.divisor();
+  const int row = tiling.columns.quotient(thread);
+  const int column = thread + (tile - row) * tiling.columns.divisor();
+  const int64_t first = split * tiling.pixels_per_split + row;
+  const int64_t end = min(HxW, (split + 1) * tiling.pixels_per_split);
+  const int rows = tiling.rows.divisor();
+  const bool active = row < rows && column < vectors && first < end;
+  const auto pixels =
+      active ? static_cast<int>((end - first + rows - 1) / rows) : 0;
+  const int64_t offset = (n * HxW + first) * vectors + column;
+  const int64_t step = int64_t{1} * rows * vectors;
+
+  auto* const kept = reinterpret_cast<uint4*>(dynamic_shared_memory()) + thread;
+  const int of_dY = pixels * static_cast<int>(blockDim.x);
+  for (int i = 0; i < pixels; ++i) {
+    copy_async(kept + i * blockDim.x, X + offset + i * step);
+    if (dY != nullptr) {
+      copy_async(kept + of_dY + i * blockDim.x, dY + offset + i * step);
+    }
+  }
+  end_batch();
+  wait_for_copies<0>();
+  if constexpr (kWholeChip) {
+    wait_for_grid();
+  } else {
+    arrive_at_cluster();
+    wait_for_cluster();
+  }
+  for (int i = pixels - 1; i >= 0; --i) {
+    __stcs(out + offset + i * step, kept[i * blockDim.x]);
+  }
+}
+
+// Whether move_kernel does what the plan does: it keeps all inputs, in vectors
+// of 16 bytes.
+bool keeps_all(const Problem& problem, const Plan& plan) {
+  const bool whole_chip = plan.scheme == Scheme::kCooperative &&
+      plan.samples_per_wave == problem.N &&
+      plan.pixels_kept >= pixels_of_thread(plan);
+  return (whole_chip || plan.scheme == Scheme::kResident) &&
+      plan.vector * size_of(problem.dtype) == sizeof(uint4);
+}
+
+void move(
+    const Problem& problem,
+    const Plan& plan,
+    const uint4* X,
+    const uint4* dY,
+    uint4* out) {
+  const bool whole_chip = plan.scheme == Scheme::kCooperative;
+  const int operands = dY == nullptr ? 1 : 2;
+  const LaunchShape shape{
+      .blocks = blocks_of(plan, problem.N),
+      .threads = static_cast<unsigned>(plan.threads),
+      .shared_bytes = pixels_of_thread(plan) * plan.threads * operands *
+          static_cast<int64_t>(sizeof(uint4)),
+      .cluster = static_cast<unsigned>(plan.cluster),
+      .cooperative = whole_chip};
+  const Tiling tiling = tiling_of(problem, plan);
+  const auto vectors = static_cast<int>(problem.C / plan.vector);
+  CHECK(
+      whole_chip
+          ? launch_kernel<move_kernel<true>>(
+                shape, stream, tiling, problem.HxW, vectors, X, dY, out)
+          : launch_kernel<move_kernel<false>>(
+                shape, stream, tiling, problem.HxW, vectors, X, dY, out));
 }
 
 // Microseconds of what `enqueue` puts on the stream.
@@ -280,12 +366,25 @@ void measure(
       const double plan_us = median(
           [&] { enqueue(plan, workspace.as<void>(), out.as<void>()); },
           repetitions);
+      const double moved_us = !keeps_all(problem, plan)
+          ? 0
+          : median(
+                [&] {
+                  move(
+                      problem,
+                      plan,
+                      X.as<uint4>(),
+                      forward ? nullptr : dY.as<uint4>(),
+                      out.as<uint4>());
+                },
+                repetitions);
       printf(
-          "%s %s %.2f %.2f %d %.1e %s\n",
+          "%s %s %.2f %.2f %.2f %d %.1e %s\n",
           name.c_str(),
           forward ? "fwd" : "bwd",
           copy_us,
           plan_us,
+          moved_us,
           plan == plans[0],
           found[0] / found[1],
           to_string(plan).c_str());

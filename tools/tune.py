@@ -11,6 +11,10 @@ direction, all slice widths, cluster sizes, threads and samples of a wave that f
 some hundred plans in a fraction of a second. Prints for each the policy's own choice, the best and
 the runners-up, as x copy, and at last how much longer the policy's choices take than the best:
 where that is more than a few percent on another GPU, fit the estimates in policy_cuda.cpp to it.
+
+Where a plan keeps all that it reads, the same blocks are timed once more as they bring their inputs
+to shared memory, meet, and write as much, without computing anything. The least of these times is
+printed beside the copy's: no plan of these kinds can be faster.
 """
 
 from __future__ import annotations
@@ -102,7 +106,7 @@ def read_rows(cases: Iterable[Case], lines: Iterable[str]) -> list[Row]:
     by_name = {case.name + case.dtype: case for case in cases}
     rows: dict[tuple[str, str], Row] = {}
     for line in lines:
-        name, direction, copy, time, is_policy, error, plan = line.rstrip("\n").split(" ", 6)
+        name, direction, copy, time, moved, is_policy, error, plan = line.rstrip("\n").split(" ", 7)
         case = by_name[name]
         row = rows.setdefault(
             (name, direction),
@@ -114,11 +118,14 @@ def read_rows(cases: Iterable[Case], lines: Iterable[str]) -> list[Row]:
                 "direction": direction,
                 "copy": float(copy),
                 "policy": "",
+                "moved": {},
                 "plans": {},
                 "wrong": [],
             },
         )
         row["plans"][plan] = float(time)
+        if float(moved) > 0:
+            row["moved"][plan] = float(moved)
         if is_policy == "1":
             row["policy"] = plan
         if not float(error) <= TOLERANCE[case.dtype]:
@@ -135,6 +142,9 @@ def describe(row: Row, most: int) -> str:
     """The best plans of a row, and the policy's."""
     ranked = sorted(row["plans"].items(), key=lambda item: item[1])
     lines = [f"{row['name']} {row['dtype']} {row['direction']}: copy {row['copy']} us"]
+    if row["moved"]:
+        plan, time = min(row["moved"].items(), key=lambda item: item[1])
+        lines[0] += f", moved without computing {time} us ({plan})"
     for rank, (plan, time) in enumerate(ranked, 1):
         if rank <= most or plan == row["policy"]:
             mark = "policy" if plan == row["policy"] else ""
@@ -142,6 +152,18 @@ def describe(row: Row, most: int) -> str:
                 f"  {rank:>3} {time:>9.2f} us {time / row['copy']:>6.2f} x  {mark:<7}{plan}"
             )
     return "\n".join(lines + [f"  WRONG {text}" for text in row["wrong"]])
+
+
+def shortened(row: Row, most: int) -> Row:
+    """The row with its best plans alone, the policy's, and the least that moves as much."""
+    ranked = sorted(row["plans"], key=row["plans"].__getitem__)
+    kept = {*ranked[:most], row["policy"]}
+    least = sorted(row["moved"], key=row["moved"].__getitem__)[:1]
+    return row | {
+        "count": len(ranked),
+        "plans": {plan: row["plans"][plan] for plan in ranked if plan in kept},
+        "moved": {plan: row["moved"][plan] for plan in least},
+    }
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -167,7 +189,7 @@ def main() -> None:
     parser.add_argument(
         "--repetitions", type=int, default=9, help="of which a figure is the median"
     )
-    parser.add_argument("--best", type=int, default=3, help="plans to print a row")
+    parser.add_argument("--best", type=int, default=3, help="plans of a row to print and write")
     parser.add_argument("--output", default="", help="name of the results file to write")
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
@@ -201,7 +223,8 @@ def main() -> None:
     if arguments.output:
         head = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}
         head["activation"] = arguments.activation
-        results.write(arguments.output, head | {"rows": rows}, arguments.folder)
+        written = [shortened(row, arguments.best) for row in rows]
+        results.write(arguments.output, head | {"rows": written}, arguments.folder)
     if any(row["wrong"] for row in rows):
         parser.exit(1, "some plans are wrong\n")
 
