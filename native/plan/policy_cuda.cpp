@@ -377,25 +377,31 @@ Candidate cooperative_candidate(
       static_cast<int>(std::min(splits, problem.HxW)),
       kMostThreads);
   plan.samples_per_wave = samples;
-  plan.threads = kMostThreads; // those without a row help to fold
-  const int64_t rest = resident_layout(problem, plan, 0).bytes;
-  const int64_t of_pixel =
-      plan.threads * plan.vector * problem.element_bytes_read();
-  if (rest > device.shared_memory_per_block ||
-      plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
+  if (plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
     return result;
   }
   // Whole batches, and as many as the copies are ahead: see Ring in slab.cuh.
   const int64_t batch = ring_pixels(problem.direction);
-  const int64_t room = (device.shared_memory_per_block - rest) / of_pixel;
-  plan.pixels_kept = std::min(
-      std::max(
-          ceil_div(pixels_of_thread(plan), batch), int64_t{kRingAhead<true>}),
-      room / batch);
-  plan.pixels_kept *= batch;
-  if (plan.pixels_kept < kRingAhead<true> * batch) {
+  const int64_t wanted = std::max(
+      ceil_div(pixels_of_thread(plan), batch), int64_t{kRingAhead<true>});
+  const int64_t of_pixel = plan.vector * problem.element_bytes_read();
+  const auto batches_for = [&](int threads) {
+    plan.threads = threads;
+    const int64_t rest = resident_layout(problem, plan, 0).bytes;
+    return std::min(
+        wanted,
+        (device.shared_memory_per_block - rest) / (batch * threads * of_pixel));
+  };
+  // Threads without a row help to fold, but their places keep nothing.
+  const int fewest = plan.threads;
+  int64_t batches = batches_for(kMostThreads);
+  if (batches < wanted) {
+    batches = batches_for(fewest);
+  }
+  if (batches < kRingAhead<true>) {
     return result;
   }
+  plan.pixels_kept = batches * batch;
   const int64_t read_again =
       std::max<int64_t>(0, pixels_of_thread(plan) - plan.pixels_kept);
   const int64_t of_wave =
@@ -403,7 +409,8 @@ Candidate cooperative_candidate(
   if (of_wave <= kCachedWave * device.l2_bytes) {
     plan.pixels_cached = std::min(
         read_again,
-        device.l2_bytes / 2 / (plan.splits * tiles * samples * of_pixel));
+        device.l2_bytes / 2 /
+            (plan.splits * tiles * samples * plan.threads * of_pixel));
   }
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
   // What the blocks found of each group: Moments, or two sums. And sums of each
