@@ -318,18 +318,18 @@ def tune(content: dict[str, Any]) -> str:
     rows = []
     for row in content["rows"]:
         moved = min(row["moved"].values(), default=None)
-        times = (moved, min(row["plans"].values()), row["plans"][row["policy"]])
+        taken = (moved, min(row["plans"].values()), row["plans"][row["policy"]])
         rows.append(
             [
                 f"{row['name']} {_shape(row)}, {row['direction']}",
                 row["dtype"],
                 number(row["copy"]),
-                *map(number, times),
-                *(_ratio(time, row["copy"]) for time in times),
+                *map(number, taken),
+                *(_ratio(time, row["copy"]) for time in taken),
             ]
         )
-    header = ["step", "dtype", "copy", "moved", "best plan", "the policy's"]
-    return table([*header, *("/ copy" for _ in range(3))], rows)
+    times = ["moved", "best plan", "the policy's"]
+    return table(["step", "dtype", "copy", *times, *(f"{time} / copy" for time in times)], rows)
 
 
 _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
