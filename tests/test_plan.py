@@ -274,6 +274,23 @@ def test_clusters_of_all_samples_need_no_second_launch():
     assert {kind for kind in seen if kind[:2] == (True, False)}
 
 
+def test_idle_threads_take_no_room():
+    """Cooperative blocks have threads without a row only where all pixels are kept all the same."""
+    idle = full = 0
+    for case in MODEL_CASES:
+        for backward in (False, True):
+            answer = explain(case, "cuda", backward)
+            if answer["rule"] != "cooperative":
+                continue
+            plan = geometry(answer)
+            fewest = -(-plan["rows"] * plan["columns"] // 32) * 32
+            reads_again = plan["pixels_kept"] < -(-plan["pixels_per_split"] // plan["rows"])
+            assert plan["threads"] == (fewest if reads_again else 512), answer
+            idle += plan["threads"] > fewest
+            full += reads_again and fewest < 512
+    assert idle and full, "cases of both kinds"
+
+
 def test_estimates_count_activations():
     """They make the cooperative scheme the faster one where it hides more of them: backward."""
     case = next(case for case in KERNEL_CASES if case.name == "pr1" and case.dtype == "bfloat16")
