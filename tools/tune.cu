@@ -119,30 +119,28 @@ __global__ void compare(const T* a, const T* b, int64_t count, int* worst) {
 // meets the blocks that share its groups, and writes as many.
 template <bool kWholeChip>
 __global__ void __launch_bounds__(512) move_kernel(
+    Shape shape,
     Tiling tiling,
-    int64_t HxW,
-    int vectors, // of a pixel
+    int vector,
     const uint4* X,
     const uint4* dY, // backward alone
     uint4* out) {
   const auto block = static_cast<int>(blockIdx.x);
-  const auto thread = static_cast<int>(threadIdx.x);
   const int item = tiling.splits.quotient(block);
-  const int split = block - item * tiling.splits.divisor();
   const int n = tiling.column_tiles.quotient(item);
-  const int tile = item - n * tiling.column_tiles.divisor();
-  const int row = tiling.columns.quotient(thread);
-  const int column = thread + (tile - row) * tiling.columns.divisor();
-  const int64_t first = split * tiling.pixels_per_split + row;
-  const int64_t end = min(HxW, (split + 1) * tiling.pixels_per_split);
-  const int rows = tiling.rows.divisor();
-  const bool active = row < rows && column < vectors && first < end;
-  const auto pixels =
-      active ? static_cast<int>((end - first + rows - 1) / rows) : 0;
-  const int64_t offset = (n * HxW + first) * vectors + column;
-  const int64_t step = int64_t{1} * rows * vectors;
+  const Position at(
+      shape,
+      tiling,
+      vector,
+      n,
+      block - item * tiling.splits.divisor(),
+      item - n * tiling.column_tiles.divisor());
+  const int pixels = pixels_of_thread(tiling, at);
+  const int64_t offset = at.offset(shape) / vector;
+  const int64_t step = int64_t{1} * tiling.rows.divisor() * shape.C / vector;
 
-  auto* const kept = reinterpret_cast<uint4*>(dynamic_shared_memory()) + thread;
+  auto* const kept =
+      reinterpret_cast<uint4*>(dynamic_shared_memory()) + threadIdx.x;
   const int of_dY = pixels * static_cast<int>(blockDim.x);
   for (int i = 0; i < pixels; ++i) {
     copy_async(kept + i * blockDim.x, X + offset + i * step);
@@ -188,14 +186,13 @@ void move(
           static_cast<int64_t>(sizeof(uint4)),
       .cluster = static_cast<unsigned>(plan.cluster),
       .cooperative = whole_chip};
+  const Shape sizes = shape_of(problem);
   const Tiling tiling = tiling_of(problem, plan);
-  const auto vectors = static_cast<int>(problem.C / plan.vector);
   CHECK(
-      whole_chip
-          ? launch_kernel<move_kernel<true>>(
-                shape, stream, tiling, problem.HxW, vectors, X, dY, out)
-          : launch_kernel<move_kernel<false>>(
-                shape, stream, tiling, problem.HxW, vectors, X, dY, out));
+      whole_chip ? launch_kernel<move_kernel<true>>(
+                       shape, stream, sizes, tiling, plan.vector, X, dY, out)
+                 : launch_kernel<move_kernel<false>>(
+                       shape, stream, sizes, tiling, plan.vector, X, dY, out));
 }
 
 // Microseconds of what `enqueue` puts on the stream.

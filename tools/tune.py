@@ -14,7 +14,7 @@ where that is more than a few percent on another GPU, fit the estimates in polic
 
 Where a plan keeps all that it reads, the same blocks are timed once more as they bring their inputs
 to shared memory, meet, and write as much, without computing anything. The least of these times is
-printed beside the copy's: no plan of these kinds can be faster.
+printed beside the copy's: no plan that keeps all can be faster.
 """
 
 from __future__ import annotations
