@@ -264,20 +264,29 @@ struct Normalization {
     shift[j] = beta - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
   }
 
-  __device__ Vector<TY, kVector> operator()(const Vector<T, kVector>& x) const {
+  // Calls f(normalized) with normalized(X's vector), which is Y's: once for
+  // several, as activations are branches.
+  template <typename F>
+  __device__ void with(F f) const {
+    if constexpr (kFused) {
+      with_activation(activation, [&]<Activation kActivation>() {
+        f([&](const auto& x) { return map<kActivation>(x); });
+      });
+    } else {
+      f([&](const auto& x) { return map<Activation::kIdentity>(x); });
+    }
+  }
+
+  template <Activation kActivation>
+  __device__ Vector<TY, kVector> map(const Vector<T, kVector>& x) const {
     Acc y[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc centred = kFoldsMean<TY> ? x[j] : x[j] - mean[j];
       y[j] = centred * scale[j] + shift[j];
-    }
-    if constexpr (kFused) {
-      with_activation(activation, [&]<Activation kActivation>() {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          y[j] = activate<kActivation, TY>(y[j]);
-        }
-      });
+      if constexpr (kActivation != Activation::kIdentity) {
+        y[j] = activate<kActivation, TY>(y[j]);
+      }
     }
     return narrow_all<TY, kVector>(y);
   }

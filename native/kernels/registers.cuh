@@ -247,14 +247,16 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
       &per_group);
   of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
 
-  const Normalization<T, T, kVector, kFused> normalized(
+  const Normalization<T, T, kVector, kFused> normalization(
       activation, weight, bias, of_group);
+  normalization.with([&](auto normalized) {
 #pragma unroll
-  for (int i = 0; i < kPixels; ++i) {
-    if (i * tiling.rows < at.pixels) {
-      store(Y + offset + i * step, normalized(unpack<T, kVector>(x[i])));
+    for (int i = 0; i < kPixels; ++i) {
+      if (i * tiling.rows < at.pixels) {
+        store(Y + offset + i * step, normalized(unpack<T, kVector>(x[i])));
+      }
     }
-  }
+  });
   if (threadIdx.x == 0) {
     mean_out[blockIdx.x] = narrow<Statistic<T, kFused>>(of_group.mean);
     rstd_out[blockIdx.x] = narrow<Statistic<T, kFused>>(of_group.second);

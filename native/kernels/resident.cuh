@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(
         at.n + waves.samples.divisor() < shape.N;
 
     if (at.active && exists) {
-      const Normalization<T, TY, kVector, kFused> normalized(
+      const Normalization<T, TY, kVector, kFused> normalization(
           shape, at.channel, activation, weight, bias, [&](int group) {
             return total[group - item.first_group];
           });
@@ -286,11 +286,13 @@ __global__ void __launch_bounds__(
             Vector<T, kVector> pixel[decltype(pixels)::value];
             slab.read(place, pixel);
             TY* out = Y + offset + int64_t{first} * step;
+            normalization.with([&](auto normalized) {
 #pragma unroll
-            for (int i = 0; i < decltype(pixels)::value; ++i) {
-              store(out, normalized(pixel[i]));
-              out += step;
-            }
+              for (int i = 0; i < decltype(pixels)::value; ++i) {
+                store(out, normalized(pixel[i]));
+                out += step;
+              }
+            });
           });
     }
     if (!kWholeChip || wave == waves.count) {

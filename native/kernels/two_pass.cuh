@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   Acc bias[kVector];
   gamma.read(at.channel, 1, weight);
   beta.read(at.channel, 0, bias);
-  const Normalization<T, TY, kVector, kFused> normalized(
+  const Normalization<T, TY, kVector, kFused> normalization(
       shape, at.channel, activation, weight, bias, [&](int group) {
         return moments[at.n * shape.G + group];
       });
@@ -161,11 +161,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         Vector<T, kVector> pixel[kPixels];
         load_pixels<Reuse::kStream>(X + from, step, pixel);
         TY* out = Y + from;
+        normalization.with([&](auto normalized) {
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-          store(out, normalized(pixel[i]));
-          out += step;
-        }
+          for (int i = 0; i < kPixels; ++i) {
+            store(out, normalized(pixel[i]));
+            out += step;
+          }
+        });
       });
 }
 
