@@ -128,6 +128,9 @@ struct DeviationSums {
   }
 };
 
+// Parts whose mean is near enough that of all: their deviation by a fifth.
+constexpr int kSampledParts = 32;
+
 // The moments of all of read(0), ..., read(parts - 1), of which this thread
 // reads each `step`-th from `first` on, the first kHeld at once and once only;
 // sum(x) makes the array or compensated sum x what the threads that share it
@@ -138,7 +141,7 @@ struct DeviationSums {
 // Deviations are from near(), which is within sqrt(parts) of them if the parts
 // are of a size: M2 may lose `parts` units in the last place of an accumulator,
 // and the mean a few, which two-byte results do not show. If `refined`, they
-// are from the mean of all, right up to the rounding of its sum.
+// are from the mean of kSampledParts or more, unless these have no pixels.
 template <
     typename TY,
     int kHeld,
@@ -165,34 +168,34 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
       held[i].count = 0;
     }
   }
-  const auto for_each_part = [&](auto add) {
+  const auto for_each_of = [&](int count, auto add) { // and of those it holds
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       add(held[i]);
     }
 #pragma unroll 1
-    for (int i = first + kHeld * step; i < parts; i += step) {
+    for (int i = first + kHeld * step; i < count; i += step) {
       add(read(i));
     }
   };
-  Acc near_mean;
-  if (!refined) {
-    near_mean = near();
-  } else {
+  Acc near_mean = near();
+  if (refined) {
     Acc totals[2] = {0, 0}; // of n_i m_i, n_i
-    for_each_part([&](const Moments<Acc>& part) {
+    for_each_of(min(parts, kSampledParts), [&](const Moments<Acc>& part) {
       totals[0] += part.count * part.mean;
       totals[1] += part.count;
     });
     sum(totals);
-    near_mean = totals[0] * reciprocal_or_zero(totals[1]);
+    if (totals[1] > 0) {
+      near_mean = totals[0] * reciprocal(totals[1]);
+    }
   }
 
   struct {
     DeviationSums<TY, Acc> deviations;
     Acc count = 0;
   } totals;
-  for_each_part([&](const Moments<Acc>& part) {
+  for_each_of(parts, [&](const Moments<Acc>& part) {
     totals.deviations.add(part, near_mean);
     totals.count += part.count;
   });
