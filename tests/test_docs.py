@@ -345,7 +345,7 @@ def test_readme_renders_every_row(tmp_path, monkeypatch):
         "date": "2026-01-01",
         "command": "python tools/bench_models.py",
     }
-    times = {"stock": 10.0, "override": 5.0, "stock_nchw": 8.0, "floor": 4.0}
+    times = {"stock": 10.0, "override": 5.0, "stock_nchw": 8.0, "floor": 4.0, "copies": 4.5}
     row = {"name": "net", "parity": True, "times": times, "floor": "no norms", "peak_gb": {}}
     row["commit"] = "1234567"
     slower = row | {"name": "slow", "times": times | {"override": 20.0}}
@@ -354,7 +354,7 @@ def test_readme_renders_every_row(tmp_path, monkeypatch):
     (tmp_path / "models-x.json").write_text(json.dumps(head | {"rows": [row, slower, failed]}))
     text = "a\n<!-- results: models-x -->\nold\n<!-- end results -->\nb\n"
     rendered = render_readme.render(text, tmp_path)
-    assert "| net | 10 | 5 | 2.00x | 8 | 4 | - |" in rendered
+    assert "| net | 10 | 5 | 2.00x | 8 | 4 | 4.5 | - |" in rendered
     assert "| slow | 10 | 20 | 0.50x |" in rendered and "parity failed" in rendered
     assert "| slow | 0 | 1 | 2 | 3 | 4 | 5 | 6 |" in rendered
     assert "in a storm" in rendered

@@ -15,6 +15,9 @@ model with its norms and activations fused. Models for inference have one compil
 where the pass over that graph fuses them: stock is Inductor's own norm. What is next to the norms
 there, tools/neighbours.py counts.
 
+Two columns say what is left to win: the floor, where each norm, and what is fused with it, returns
+its input; and "copies", where it copies its input.
+
 Times are medians in milliseconds, the variants taken in turns; GPU times come from events. Rows of
 the results file that were not measured again stay, with their own commit.
 """
@@ -33,6 +36,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import results
 import torch
@@ -119,14 +123,20 @@ def randomise(model: nn.Module) -> nn.Module:
     return model
 
 
-def without_norms(model: nn.Module) -> nn.Module:
-    """A copy of the model with every GroupNorm taken out."""
-    model = copy.deepcopy(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.GroupNorm):
-                setattr(parent, name, nn.Identity())
-    return model
+def with_norms_as(instead: Callable[[Tensor], Tensor], step: Step) -> Step:
+    """The step with every norm replaced, and with it the activation that it is fused with."""
+
+    def norm(x: Tensor, *_others: Any, **_options: Any) -> Tensor:
+        return instead(x)
+
+    def run() -> Tensor:
+        with (
+            mock.patch.object(F, "group_norm", norm),
+            mock.patch.object(gn_override.functional, "group_norm", norm),
+        ):
+            return step()
+
+    return run
 
 
 def seeded(build: Callable[[], nn.Module], device: str) -> nn.Module:
@@ -200,13 +210,16 @@ def fused_copy(model: nn.Module) -> nn.Module:
     return model
 
 
+OF_FUSED = "fused "  # begins the names of such a row's variants while both rows are measured
+
+
 def split(row: Row, fused: Row) -> list[Row]:
-    """Two rows from the first, which was measured with a variant "fused" besides."""
+    """Two rows from the first, which was measured with variants of the fused model besides."""
     for field_name in ("times", "peak_gb"):
         measured = getattr(row, field_name)
-        if measured:
-            own = measured.pop("fused")
-            setattr(fused, field_name, {**measured, "override": own})
+        own = {name: measured.pop(name) for name in list(measured) if name.startswith(OF_FUSED)}
+        own = {name.removeprefix(OF_FUSED): value for name, value in own.items()}
+        setattr(fused, field_name, measured | own)
     return [row, fused]
 
 
@@ -353,10 +366,12 @@ def bench_inference(
     variants = {
         "stock": Variant(step),
         "override": Variant(step, on=True),
-        "fused": Variant(fused_step, on=True),
         "stock_nchw": Variant(step_of(nchw, first, dtype)),
-        "floor": Variant(step_of(without_norms(model), last, dtype)),
+        OF_FUSED + "override": Variant(fused_step, on=True),
     }
+    for kind, own_step in (("", step), (OF_FUSED, fused_step)):
+        variants[kind + "floor"] = Variant(with_norms_as(lambda x: x, own_step), on=True)
+        variants[kind + "copies"] = Variant(with_norms_as(Tensor.clone, own_step), on=True)
     rows = []
     if graph and setting.device == "cuda":
         graphs = [
@@ -531,14 +546,14 @@ def bench_resnet(setting: Setting) -> list[Row]:
             # With one model in memory at a time.
             torch.cuda.empty_cache()
             variant = Variant(step_of("resnet50_gn", last, fused=True), on=True)
-            peaks["fused"] = peak_gb(variant)
+            peaks[OF_FUSED + "override"] = peak_gb(variant)
             del variant
             torch.cuda.empty_cache()
         shared = step_of("resnet50_gn", last)
         variants = {"stock": Variant(shared), "override": Variant(shared, on=True)}
         if setting.device == "cuda":
             row.peak_gb = peaks | {name: peak_gb(variant) for name, variant in variants.items()}
-        variants["fused"] = Variant(step_of("resnet50_gn", last, fused=True), on=True)
+        variants[OF_FUSED + "override"] = Variant(step_of("resnet50_gn", last, fused=True), on=True)
         variants["stock_nchw"] = Variant(step_of("resnet50_gn", first))
         variants["floor"] = Variant(step_of("resnet50", last))
         with phase("timing"):
@@ -572,7 +587,7 @@ def table(rows: Sequence[Row]) -> str:
     width = max(len(row.name) for row in rows)
     lines = [
         f"{'ms':<{width}} {'stock':>9} {'override':>9} {'speed-up':>9} {'NCHW':>9} {'floor':>9}"
-        "  peak GB stock/override"
+        f" {'copies':>9}  peak GB stock/override"
     ]
     for row in rows:
         if not row.parity:
@@ -584,7 +599,8 @@ def table(rows: Sequence[Row]) -> str:
         t = row.times
         peak = " / ".join(f"{row.peak_gb[k]:.2f}" for k in ("stock", "override") if row.peak_gb)
         rest = " ".join(
-            f"{t[key]:>9.2f}" if key in t else f"{'-':>9}" for key in ("stock_nchw", "floor")
+            f"{t[key]:>9.2f}" if key in t else f"{'-':>9}"
+            for key in ("stock_nchw", "floor", "copies")
         )
         lines.append(
             f"{row.name:<{width}} {t['stock']:>9.2f} {t['override']:>9.2f} "

@@ -64,6 +64,8 @@ def _shape(row: dict[str, Any]) -> str:
     return "x".join(map(str, row["shape"]))
 
 
+# What whole models are held against besides stock, and the title of its column.
+_LIMITS = {"stock_nchw": "stock NCHW", "floor": "floor", "copies": "norms as copies"}
 # What tools/neighbours.py finds, and the title of its column.
 _COMPILED = {
     "graphs": "graphs",
@@ -81,7 +83,7 @@ def models(content: dict[str, Any]) -> str:
     rows = []
     for row in content["rows"]:
         if not row["parity"]:
-            rows.append([row["name"], "parity failed", *["-"] * 5, row["commit"]])
+            rows.append([row["name"], "parity failed", *["-"] * (len(_LIMITS) + 4), row["commit"]])
             continue
         times, peak = row["times"], row["peak_gb"]
         rows.append(
@@ -90,7 +92,7 @@ def models(content: dict[str, Any]) -> str:
                 number(times["stock"]),
                 number(times["override"]),
                 _ratio(times["stock"], times["override"]),
-                *(number(times[key]) if key in times else "-" for key in ("stock_nchw", "floor")),
+                *(number(times[key]) if key in times else "-" for key in _LIMITS),
                 f"{peak['stock']:.2f} / {peak['override']:.2f}" if peak else "-",
                 row["commit"] + ("*" if row.get("note") else ""),
             ]
@@ -100,14 +102,15 @@ def models(content: dict[str, Any]) -> str:
         for row in content["rows"]
         if row["parity"] and row.get("compiled")
     ]
-    header = ["model, milliseconds", "stock", "gn_override", "speed-up", "stock NCHW", "floor"]
+    header = ["model, milliseconds", "stock", "gn_override", "speed-up", *_LIMITS.values()]
     floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
     notes = "".join(
         f" \\*: {n}." for n in sorted({row.get("note", "") for row in content["rows"]}) if n
     )
     return (
         table([*header, "peak GB, stock / ours", "commit"], rows)
-        + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}.{notes}\n"
+        + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}. "
+        + f"Norms as copies: each norm only copies its input.{notes}\n"
         + (f"\n{table(['compiled model', *_COMPILED.values()], compiled)}" if compiled else "")
     )
 
