@@ -352,7 +352,7 @@ def bench_inference(
     def step_of(net: nn.Module, layout: torch.memory_format, kind: torch.dtype) -> Step:
         return inference(net, lambda m: call(m, layout, kind))
 
-    floor = "the model without its GroupNorms"
+    floor = "the model without its GroupNorms and what is fused with them"
     eager, fused = (Row(f"{name}, eager{kind}", floor=floor) for kind in ("", FUSED))
     step, fused_step = (step_of(net, last, dtype) for net in (model, fused_copy(model)))
     with phase("parity"):

@@ -80,6 +80,8 @@ _COMPILED = {
 
 def models(content: dict[str, Any]) -> str:
     """Rows of tools/bench_models.py. A `note`, added to a row by hand, says how it was measured."""
+    given = sorted({row["note"] for row in content["rows"] if row.get("note")})
+    marks = {note: r"\*" * (place + 1) for place, note in enumerate(given)}
     rows = []
     for row in content["rows"]:
         if not row["parity"]:
@@ -94,7 +96,7 @@ def models(content: dict[str, Any]) -> str:
                 _ratio(times["stock"], times["override"]),
                 *(number(times[key]) if key in times else "-" for key in _LIMITS),
                 f"{peak['stock']:.2f} / {peak['override']:.2f}" if peak else "-",
-                row["commit"] + ("*" if row.get("note") else ""),
+                row["commit"] + marks.get(row.get("note"), ""),
             ]
         )
     compiled = [
@@ -104,9 +106,7 @@ def models(content: dict[str, Any]) -> str:
     ]
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", *_LIMITS.values()]
     floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
-    notes = "".join(
-        f" \\*: {n}." for n in sorted({row.get("note", "") for row in content["rows"]}) if n
-    )
+    notes = "".join(f" {mark}: {note}." for note, mark in marks.items())
     return (
         table([*header, "peak GB, stock / ours", "commit"], rows)
         + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}. "

@@ -168,7 +168,8 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
       held[i].count = 0;
     }
   }
-  const auto for_each_of = [&](int count, auto add) { // and of those it holds
+  // Of the first `count` parts, and of all that are held.
+  const auto for_each_of = [&](int count, auto add) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       add(held[i]);
