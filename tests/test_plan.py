@@ -257,6 +257,35 @@ def test_answer_is_complete(device_type, backward):
     assert all(rule["rule"] != answer["rule"] and rule["failed"] for rule in answer["declined"])
 
 
+MEASURED = re.compile(
+    r"\{k(Forward|Backward), k(\w+), (\d+), (\d+), (\d+), (\d+),"
+    r"\s+\{k(\w+), (\d+), (\d+), (\d+)\},\s+(0\.\d+)\}"
+)
+
+
+def test_measured_plans_are_taken():
+    """Each row of measured_cuda.h makes a plan, its own; and only for what it was measured for."""
+    header = (ROOT / "native/plan/measured_cuda.h").read_text()
+    rows = MEASURED.findall(header)
+    assert len(rows) == header.count("{k") / 2 > 0
+    assert len({row[:6] for row in rows}) == len(rows)
+    for direction, activation, *numbers, scheme, columns, splits, threads, share in rows:
+        N, C, HxW, G = map(int, numbers)
+        case = Case("measured", (N, C, HxW, 1), G, "bfloat16")
+        backward = direction == "Backward"
+        call = {"activation": activation.lower()}
+        answer = explain(case, "cuda", backward, **call)
+        plan = geometry(answer)
+        assert answer["rule"] == scheme.lower()
+        assert f"measured, and takes {round(100 * float(share))}% of" in answer["reason"]
+        assert plan["columns"] == int(columns)
+        assert plan["samples_per_wave" if scheme == "Cooperative" else "splits"] == int(splits)
+        assert plan["threads"] <= int(threads or MAX_THREADS) or scheme == "Cooperative"
+        assert explain(case, "cuda", backward, dtype="float16", **call)["plan"] == answer["plan"]
+        for other in ({"dtype": "float32"}, {"alignment": 8}, {"channels_last": False}):
+            assert "measured" not in explain(case, "cuda", backward, **call, **other)["reason"]
+
+
 def test_clusters_of_all_samples_need_no_second_launch():
     """They add dgamma and dbeta up themselves; others leave sums in the workspace."""
     seen = set()

@@ -755,6 +755,54 @@ def test_plans_are_read_and_ranked():
     )
 
 
+def test_shapes_of_the_command_line_are_rendered_briefly():
+    case = tune.parse_shape("2x320x8x8:32:bfloat16")
+    line = f"{case.name}bfloat16 fwd 5.00 8.00 0.00 1 0.0e+00 two_pass vector=8"
+    assert "| 2x320x8x8, fwd | bfloat16 |" in render_readme.tune(
+        {"rows": tune.read_rows([case], [line])}
+    )
+    shapes = ",".join([case.name] * 40)
+    content = dict.fromkeys(("gpu", "driver", "cuda", "torch", "commit", "date"), "?")
+    shown = render_readme.source(content | {"command": f"tune.py --shapes {shapes} --best 3"})
+    assert len(shown) < 200
+    assert "`tune.py --shapes 2x320x8x8:32:bfloat16,2x320" in shown
+    assert shown.endswith("... --best 3`\n")
+
+
+def test_worthy_plans_are_printed_as_rows_of_the_table():
+    case = Case("one", (2, 320, 8, 8), 32, "bfloat16")
+    policy = "cooperative vector=8 columns=40 splits=2 threads=512 samples_per_wave=1"
+    best = "resident vector=8 columns=5 splits=3 threads=224 cluster=3"
+
+    def row(plan: str, time: float) -> str:
+        lines = [
+            f"onebfloat16 bwd 5.00 8.00 0.00 1 0.0e+00 {policy}",
+            f"onebfloat16 bwd 5.00 {time} 0.00 0 0.0e+00 {plan}",
+        ]
+        return tune.describe(tune.read_rows([case], lines)[0], 3, "gelu_tanh")
+
+    pinned = "{kBackward, kGeluTanh, 2, 320, 64, 32, {kResident, 5, 3, 256}, 0.75},"
+    assert row(best, 6.0).endswith(f"measured_cuda.h: {pinned}")
+    assert "measured_cuda.h" not in row(best, 7.9), "not worth it"
+    assert "{kCooperative, 20, 2, 0}" in row("cooperative columns=20 samples_per_wave=2", 6.0)
+    assert "{kRegisters, 0, 0, 128}" in row("registers columns=2 threads=128", 6.0)
+    assert "{kTwoPass, 0, 0, 0}" in row("two_pass columns=20 threads=256", 6.0)
+
+
+def test_the_table_has_what_was_measured():
+    """Each row is a right plan of the results, and faster than the policy's."""
+    measured = set()
+    for activation in ("identity", "silu"):
+        content = json.loads((results.RESULTS / f"tune-models-{activation}-h200.json").read_text())
+        for row in content["rows"]:
+            assert not row["wrong"]
+            measured |= {tune.measured_plan(row, plan, activation) for plan in row["plans"]}
+    header = (results.ROOT / "native" / "plan" / "measured_cuda.h").read_text()
+    table = re.findall(r"^    (\{k.*\},)$", header, re.MULTILINE)
+    assert table and measured.issuperset(table)
+    assert all(float(row.rpartition(" ")[2].rstrip("},")) < 0.97 for row in table)
+
+
 def counted(name: str, **values: float) -> dict[str, str]:
     """A kernel of Nsight Compute's table."""
     metrics = dict.fromkeys(counters.METRICS, "0") | {counters.STALL.format("wait"): "1"}

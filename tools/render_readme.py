@@ -24,7 +24,7 @@ FILES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/
 RESULTS = ROOT / "benchmarks" / "results"
 
 _BLOCK = re.compile(
-    r"(<!-- results: ([\w.-]+)(?: only ([\w,]+))? -->\n)(.*?)(<!-- end results -->)", re.DOTALL
+    r"(<!-- results: ([\w.-]+)(?: only ([\w:,]+))? -->\n)(.*?)(<!-- end results -->)", re.DOTALL
 )
 
 # How a results file that is not there is made.
@@ -322,9 +322,11 @@ def tune(content: dict[str, Any]) -> str:
     for row in content["rows"]:
         moved = min(row["moved"].values(), default=None)
         taken = (moved, min(row["plans"].values()), row["plans"][row["policy"]])
+        given = ":" in row["name"]  # on the command line, with its groups and type
+        name = _shape(row) if given else f"{row['name']} {_shape(row)}"
         rows.append(
             [
-                f"{row['name']} {_shape(row)}, {row['direction']}",
+                f"{name}, {row['direction']}",
                 row["dtype"],
                 number(row["copy"]),
                 *map(number, taken),
@@ -350,15 +352,23 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+# A list of shapes that is this long is printed in part; the results file has all of it.
+_LONG_WORD = 160
+
+
 def source(content: dict[str, Any]) -> str:
     """Where the numbers come from: machine, versions, commit, command."""
     if "gpu" in content:
         machine = f"{content['gpu']}, driver {content['driver']}, CUDA {content['cuda']}"
     else:
         machine = f"{content['cpu']}, {content['threads']} threads"
+    command = " ".join(
+        word if len(word) < _LONG_WORD else f"{word[: _LONG_WORD // 2]}..."
+        for word in content["command"].split(" ")
+    )
     return (
         f"{machine}, torch {content['torch']}, commit {content['commit']}, {content['date']}: "
-        f"`{content['command']}`\n"
+        f"`{command}`\n"
     )
 
 

@@ -9,8 +9,10 @@
 Builds tools/tune.cu with nvcc (half a minute on 16 cores) and times, for each shape and
 direction, all slice widths, cluster sizes, threads and samples of a wave that fit, and two passes:
 some hundred plans in a fraction of a second. Prints for each the policy's own choice, the best and
-the runners-up, as x copy, and at last how much longer the policy's choices take than the best:
-where that is more than a few percent on another GPU, fit the estimates in policy_cuda.cpp to it.
+the runners-up, as x copy, and at last how much longer the policy's choices take than the best.
+Where that is more than a few percent for most shapes of another GPU, fit the estimates in
+policy_cuda.cpp to it. For a shape of its own, native/plan/measured_cuda.h takes the row that is
+printed behind its plans, if a second run prints it too and the model is faster with it.
 
 Where a plan keeps all that it reads, the same blocks are timed once more as they bring their inputs
 to shared memory, meet, and write as much, without computing anything. The least of these times is
@@ -20,6 +22,7 @@ printed beside the copy's: no plan that keeps all can be faster.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import shutil
@@ -42,6 +45,9 @@ from shapes import KERNEL_CASES, Case
 DTYPES = ("bfloat16", "float32")
 # Largest difference between two schemes, as a share of the largest output: they round alike.
 TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
+
+# Plans that are so many times as fast as the policy's are worth a row of measured_cuda.h.
+WORTH = 1.03
 
 Row = dict[str, Any]
 
@@ -138,8 +144,28 @@ def regret(row: Row) -> float:
     return row["plans"][row["policy"]] / min(row["plans"].values())
 
 
-def describe(row: Row, most: int) -> str:
-    """The best plans of a row, and the policy's."""
+def measured_plan(row: Row, plan: str, activation: str) -> str:
+    """A plan as a row of native/plan/measured_cuda.h, which pins it."""
+    scheme, *fields = plan.split()
+    numbers = dict(field.split("=") for field in fields)
+    if scheme == "resident":
+        threads = "512" if int(numbers["threads"]) > 256 else "256"
+        pins = (numbers["columns"], numbers["splits"], threads)
+    elif scheme == "cooperative":
+        pins = (numbers["columns"], numbers["samples_per_wave"], "0")
+    else:
+        pins = ("0", "0", numbers["threads"] if scheme == "registers" else "0")
+    N, C, *pixels = row["shape"]
+    direction = "kForward" if row["direction"] == "fwd" else "kBackward"
+    names = [f"k{''.join(map(str.capitalize, name.split('_')))}" for name in (activation, scheme)]
+    sizes = ", ".join(map(str, (N, C, math.prod(pixels), row["groups"])))
+    pinned = ", ".join((names[1], *pins))
+    share = row["plans"][plan] / row["plans"][row["policy"]]
+    return f"{{{direction}, {names[0]}, {sizes}, {{{pinned}}}, {share:.2f}}},"
+
+
+def describe(row: Row, most: int, activation: str = "identity") -> str:
+    """The best plans of a row, and the policy's; and what the table lacks, if it lacks it."""
     ranked = sorted(row["plans"].items(), key=lambda item: item[1])
     lines = [f"{row['name']} {row['dtype']} {row['direction']}: copy {row['copy']} us"]
     if row["moved"]:
@@ -151,6 +177,8 @@ def describe(row: Row, most: int) -> str:
             lines.append(
                 f"  {rank:>3} {time:>9.2f} us {time / row['copy']:>6.2f} x  {mark:<7}{plan}"
             )
+    if row["dtype"] == "bfloat16" and regret(row) > WORTH and not row["wrong"]:
+        lines.append(f"  measured_cuda.h: {measured_plan(row, ranked[0][0], activation)}")
     return "\n".join(lines + [f"  WRONG {text}" for text in row["wrong"]])
 
 
@@ -218,7 +246,7 @@ def main() -> None:
         )
     rows = read_rows(cases, done.stdout.splitlines())
     for row in rows:
-        print(describe(row, arguments.best))
+        print(describe(row, arguments.best, arguments.activation))
     print(summary(rows))
     if arguments.output:
         head = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}

@@ -2,6 +2,7 @@
 
 #include <string_view>
 
+#include "native/plan/measured_cuda.h"
 #include "native/plan/policy.h"
 
 namespace gn_override {
@@ -73,6 +74,20 @@ int64_t minimum_bytes(const Problem& problem) {
   return problem.numel() *
       (problem.element_bytes_read() +
        (writes ? problem.element_bytes_written() : 0));
+}
+
+// Why a problem goes to a rule, and whether its plan was measured.
+std::string
+reason(const Rule& rule, const Problem& problem, const Device& device) {
+  std::string result = rule.reason;
+  const bool cuda = problem.device == DeviceType::kCUDA;
+  if (const MeasuredPlan* row =
+          cuda ? measured_plan(problem, device) : nullptr) {
+    result += "; this plan was measured, and takes " +
+        std::to_string(static_cast<int>(100 * row->share + 0.5)) +
+        "% of the time of the one that the estimates choose";
+  }
+  return result;
 }
 
 } // namespace
@@ -177,7 +192,7 @@ std::string explain(const Problem& problem, const Device& device) {
       return "{\"problem\": " + quoted(to_string(problem)) +
           ", \"machine\": " + quoted(to_string(device)) +
           ", \"rule\": " + quoted(rule.name) +
-          ", \"reason\": " + quoted(rule.reason) +
+          ", \"reason\": " + quoted(reason(rule, problem, device)) +
           ", \"plan\": " + quoted(to_string(*plan)) +
           ", \"workspace_bytes\": " + std::to_string(plan->workspace_bytes) +
           ", \"minimum_bytes\": " + std::to_string(minimum_bytes(problem)) +

@@ -1,0 +1,123 @@
+// Plans that tools/tune.py found to be faster than those that the estimates of
+// policy_cuda.cpp choose: for shapes that models use, in half and bfloat16. A
+// row holds for its shape alone, on one kind of GPU. tools/tune.py prints rows
+// for the GPU that it runs on.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "native/plan/problem.h"
+
+namespace gn_override {
+
+struct MeasuredPlan {
+  Direction direction;
+  Activation activation;
+  int64_t N;
+  int64_t C;
+  int64_t HxW;
+  int64_t G;
+  Pins pins;
+  double share; // of the time that the estimates' plan takes
+};
+
+namespace measured {
+
+using enum Direction;
+using enum Activation;
+using enum Scheme;
+
+// benchmarks/results/tune-models-identity-h200.json and tune-models-silu-h200.
+inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
+    // Stable Diffusion 1.5 and XL
+    {kForward, kIdentity, 1, 640, 4096, 32, {kResident, 10, 8, 256}, 0.88},
+    {kForward, kIdentity, 1, 640, 16384, 32, {kCooperative, 40, 1, 0}, 0.92},
+    {kForward, kIdentity, 2, 320, 4096, 32, {kResident, 10, 8, 256}, 0.92},
+    {kForward, kIdentity, 2, 320, 16384, 32, {kCooperative, 40, 2, 0}, 0.92},
+    {kForward, kIdentity, 2, 1920, 1024, 32, {kResident, 30, 6, 256}, 0.92},
+    {kForward, kIdentity, 4, 960, 1024, 32, {kResident, 30, 6, 256}, 0.94},
+    {kForward, kIdentity, 4, 1920, 1024, 32, {kResident, 30, 7, 256}, 0.95},
+    {kForward, kIdentity, 8, 320, 4096, 32, {kCooperative, 40, 8, 0}, 0.89},
+    {kForward, kIdentity, 8, 640, 256, 32, {kResident, 10, 2, 256}, 0.95},
+    {kForward, kIdentity, 8, 960, 1024, 32, {kResident, 30, 7, 256}, 0.94},
+    {kForward, kIdentity, 8, 960, 4096, 32, {kResident, 15, 16, 256}, 0.92},
+    {kForward, kIdentity, 8, 1280, 1024, 32, {kResident, 20, 2, 256}, 0.93},
+    {kForward, kSilu, 1, 640, 4096, 32, {kResident, 5, 6, 256}, 0.89},
+    {kForward, kSilu, 4, 640, 4096, 32, {kCooperative, 40, 4, 0}, 0.86},
+    {kForward, kSilu, 8, 320, 4096, 32, {kCooperative, 40, 8, 0}, 0.92},
+    {kForward, kSilu, 8, 960, 4096, 32, {kCooperative, 30, 4, 0}, 0.94},
+    {kBackward, kIdentity, 1, 640, 4096, 32, {kResident, 15, 16, 256}, 0.91},
+    {kBackward, kIdentity, 2, 320, 4096, 32, {kResident, 10, 8, 256}, 0.94},
+    {kBackward, kIdentity, 2, 960, 1024, 32, {kResident, 30, 8, 256}, 0.92},
+    {kBackward, kIdentity, 2, 1280, 256, 32, {kResident, 10, 3, 256}, 0.95},
+    {kBackward, kIdentity, 2, 1920, 1024, 32, {kResident, 15, 3, 256}, 0.89},
+    {kBackward, kIdentity, 4, 640, 1024, 32, {kResident, 15, 4, 256}, 0.91},
+    {kBackward, kIdentity, 8, 320, 4096, 32, {kCooperative, 40, 8, 0}, 0.96},
+    {kBackward, kIdentity, 8, 640, 256, 32, {kResident, 15, 2, 256}, 0.92},
+    {kBackward, kIdentity, 8, 640, 1024, 32, {kCooperative, 40, 8, 0}, 0.86},
+    {kBackward, kIdentity, 8, 1920, 1024, 32, {kResident, 15, 8, 256}, 0.95},
+    {kBackward, kIdentity, 8, 2560, 64, 32, {kResident, 30, 1, 256}, 0.92},
+    {kBackward, kSilu, 1, 640, 1024, 32, {kResident, 5, 12, 256}, 0.96},
+    {kBackward, kSilu, 1, 2560, 1024, 32, {kResident, 10, 7, 256}, 0.89},
+    {kBackward, kSilu, 2, 640, 256, 32, {kResident, 5, 6, 256}, 0.94},
+    {kBackward, kSilu, 2, 1920, 256, 32, {kResident, 45, 8, 512}, 0.92},
+    {kBackward, kSilu, 4, 1280, 256, 32, {kResident, 10, 4, 256}, 0.92},
+    {kBackward, kSilu, 4, 2560, 256, 32, {kResident, 10, 2, 256}, 0.94},
+    {kBackward, kSilu, 8, 1280, 64, 32, {kResident, 10, 2, 512}, 0.89},
+    {kBackward, kSilu, 8, 2560, 64, 32, {kResident, 20, 2, 256}, 0.85},
+    // ResNet-50
+    {kForward, kIdentity, 16, 256, 3136, 32, {kResident, 8, 8, 256}, 0.93},
+    {kForward, kIdentity, 32, 256, 3136, 32, {kResident, 8, 8, 256}, 0.88},
+    {kForward, kIdentity, 32, 512, 784, 32, {kResident, 8, 2, 256}, 0.91},
+    {kForward, kSilu, 32, 256, 3136, 32, {kResident, 8, 8, 256}, 0.86},
+    {kBackward, kIdentity, 16, 2048, 49, 32, {kResident, 24, 1, 256}, 0.92},
+    {kBackward, kIdentity, 32, 256, 3136, 32, {kResident, 4, 4, 256}, 0.91},
+    {kBackward, kIdentity, 128, 64, 12544, 32, {kResident, 4, 8, 512}, 0.93},
+    {kBackward, kIdentity, 256, 64, 12544, 32, {kResident, 4, 8, 512}, 0.89},
+    {kBackward, kSilu, 16, 2048, 49, 32, {kResident, 32, 2, 256}, 0.91},
+    {kBackward, kSilu, 64, 1024, 196, 32, {kResident, 8, 1, 256}, 0.93},
+    {kBackward, kSilu, 128, 1024, 196, 32, {kResident, 8, 1, 256}, 0.91},
+    {kBackward, kSilu, 128, 2048, 49, 32, {kResident, 32, 1, 256}, 0.89},
+    {kBackward, kSilu, 256, 1024, 196, 32, {kResident, 8, 1, 256}, 0.81},
+    {kBackward, kSilu, 256, 2048, 49, 32, {kResident, 32, 1, 256}, 0.86},
+});
+
+} // namespace measured
+
+struct MeasuredDevice {
+  int compute_capability;
+  int sm_count;
+  std::span<const MeasuredPlan> plans;
+};
+
+inline constexpr std::array kMeasuredDevices{
+    MeasuredDevice{90, 132, measured::kOfH200}, // and H100 SXM
+};
+
+// The row for a problem, or null: where pins say otherwise, too.
+inline const MeasuredPlan* measured_plan(
+    const Problem& problem,
+    const Device& device) {
+  if (device.pins != Pins{} || !problem.channels_last ||
+      problem.alignment < 16 || size_of(problem.dtype) != 2 ||
+      problem.wide_output) {
+    return nullptr;
+  }
+  for (const MeasuredDevice& measured : kMeasuredDevices) {
+    if (measured.compute_capability != device.compute_capability ||
+        measured.sm_count != device.sm_count) {
+      continue;
+    }
+    for (const MeasuredPlan& row : measured.plans) {
+      if (row.direction == problem.direction &&
+          row.activation == problem.activation && row.N == problem.N &&
+          row.C == problem.C && row.HxW == problem.HxW && row.G == problem.G) {
+        return &row;
+      }
+    }
+  }
+  return nullptr;
+}
+
+} // namespace gn_override
