@@ -99,9 +99,9 @@ inline constexpr std::array kMeasuredDevices{
 inline const MeasuredPlan* measured_plan(
     const Problem& problem,
     const Device& device) {
-  if (device.pins != Pins{} || !problem.channels_last ||
-      problem.alignment < 16 || size_of(problem.dtype) != 2 ||
-      problem.wide_output) {
+  if (problem.device != DeviceType::kCUDA || device.pins != Pins{} ||
+      !problem.channels_last || problem.alignment < 16 ||
+      size_of(problem.dtype) != 2 || problem.wide_output) {
     return nullptr;
   }
   for (const MeasuredDevice& measured : kMeasuredDevices) {
@@ -118,6 +118,14 @@ inline const MeasuredPlan* measured_plan(
     }
   }
   return nullptr;
+}
+
+// The device, with that row's pins.
+inline Device with_measured_pins(const Problem& problem, Device device) {
+  if (const MeasuredPlan* row = measured_plan(problem, device)) {
+    device.pins = row->pins;
+  }
+  return device;
 }
 
 } // namespace gn_override

@@ -80,9 +80,7 @@ int64_t minimum_bytes(const Problem& problem) {
 std::string
 reason(const Rule& rule, const Problem& problem, const Device& device) {
   std::string result = rule.reason;
-  const bool cuda = problem.device == DeviceType::kCUDA;
-  if (const MeasuredPlan* row =
-          cuda ? measured_plan(problem, device) : nullptr) {
+  if (const MeasuredPlan* row = measured_plan(problem, device)) {
     result += "; this plan was measured, and takes " +
         std::to_string(static_cast<int>(100 * row->share + 0.5)) +
         "% of the time of the one that the estimates choose";
@@ -97,8 +95,9 @@ std::span<const Rule> policy(DeviceType device) {
 }
 
 Plan make_plan(const Problem& problem, const Device& device) {
+  const Device pinned = with_measured_pins(problem, device);
   for (const Rule& rule : policy(problem.device)) {
-    if (const std::optional<Plan> plan = plan_of(rule, problem, device)) {
+    if (const std::optional<Plan> plan = plan_of(rule, problem, pinned)) {
       return *plan;
     }
   }
@@ -186,9 +185,10 @@ std::string to_string(const Plan& plan) {
 }
 
 std::string explain(const Problem& problem, const Device& device) {
+  const Device pinned = with_measured_pins(problem, device);
   std::string declined;
   for (const Rule& rule : policy(problem.device)) {
-    if (const std::optional<Plan> plan = plan_of(rule, problem, device)) {
+    if (const std::optional<Plan> plan = plan_of(rule, problem, pinned)) {
       return "{\"problem\": " + quoted(to_string(problem)) +
           ", \"machine\": " + quoted(to_string(device)) +
           ", \"rule\": " + quoted(rule.name) +

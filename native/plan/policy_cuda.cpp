@@ -5,7 +5,6 @@
 #include <limits>
 #include <numeric>
 
-#include "native/plan/measured_cuda.h"
 #include "native/plan/policy.h"
 #include "native/plan/shared_memory.h"
 
@@ -73,14 +72,6 @@ constexpr int64_t kWorkspaceShare = 50;
 bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
   return problem.bytes() > kLargeTensor &&
       workspace_bytes > problem.bytes() / kWorkspaceShare;
-}
-
-// Measured plans are pinned.
-Device with_measured_pins(const Problem& problem, Device device) {
-  if (const MeasuredPlan* row = measured_plan(problem, device)) {
-    device.pins = row->pins;
-  }
-  return device;
 }
 
 // -- resident ----------------------------------------------------------------
@@ -492,10 +483,9 @@ double two_pass_nanoseconds(const Problem& problem, const Device& device) {
   return result;
 }
 
-// The fastest plan, as measured or by the estimates, if it is of the scheme.
+// The fastest plan by the estimates, if it is of the scheme.
 template <Scheme kScheme>
-std::optional<Plan> plan_fastest(const Problem& problem, const Device& given) {
-  const Device device = with_measured_pins(problem, given);
+std::optional<Plan> plan_fastest(const Problem& problem, const Device& device) {
   const Scheme pinned = device.pins.scheme;
   const auto estimate = [&](Scheme scheme, auto best) {
     const bool allowed = pinned == Scheme::kAten || pinned == scheme;
@@ -594,8 +584,7 @@ constexpr int64_t kThreadsAtOnce = 1024;
 // as few pixels as these limits leave it.
 std::optional<Plan> plan_registers(
     const Problem& problem,
-    const Device& given) {
-  const Device device = with_measured_pins(problem, given);
+    const Device& device) {
   const Pins& pins = device.pins;
   if (pins.scheme != Scheme::kAten && pins.scheme != Scheme::kRegisters) {
     return std::nullopt;

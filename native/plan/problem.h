@@ -106,8 +106,8 @@ enum class Scheme : uint8_t {
   kChannelsLastCPU, // CPU: see native/cpu
 };
 
-// What a tuning run pins of the CUDA plans; 0, or kAten, leaves it to the
-// policy.
+// What a tuning run, or a plan of measured_cuda.h, pins of the CUDA plans; 0,
+// or kAten, leaves it to the policy.
 struct Pins {
   Scheme scheme = Scheme::kAten;
   int columns = 0;
