@@ -130,6 +130,9 @@ struct DeviationSums {
 
 // Parts whose mean is near enough that of all: their deviation by a fifth.
 constexpr int kSampledParts = 32;
+// A part of so many elements is near enough for float statistics that only a
+// backward pass reads, that of two-byte results with an activation.
+constexpr int kFewElements = 16;
 
 // The moments of all of read(0), ..., read(parts - 1), of which this thread
 // reads each `step`-th from `first` on, the first kHeld at once and once only;

@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
       moments_of<T, kVector, kFused>(x, tiling.rows, at.pixels);
   parameters.store(tiling);
   // Two-byte results do not show what this gains.
-  constexpr bool kRefined = sizeof(Statistic<T, kFused>) > 2;
+  constexpr bool kRefined =
+      sizeof(Statistic<T, kFused>) > 2 && kPixels * kVector < kFewElements;
   const int lane = threadIdx.x % kWarpSize;
   const auto sum = [](auto& sums) { sum_lanes(sums, kWarpSize); };
   __shared__ Moments<Acc> of_warp[kWarpSize];

@@ -203,7 +203,10 @@ __global__ void __launch_bounds__(
   });
 
   exchange.ready(item.groups * item.parts);
-  const bool refined = sizeof(TY) > 2 || mean_out.is_float;
+  const bool refined = sizeof(TY) > 2 ||
+      (kFused ? tiling.pixels_per_split << tiling.merge_shift <
+               kFewElements * tiling.rows.divisor()
+              : mean_out.is_float);
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
     ChannelMoments<T, TY, kVector> moments;
