@@ -41,7 +41,7 @@ from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, Case, cpu_subset
 from test_parity import for_gpu
 from test_schemes import CASES as SCHEME_CASES
 from test_schemes import DTYPES as SCHEME_DTYPES
-from test_schemes import PINS, assert_same_bits, case_of, pin  # noqa: F401  (a fixture)
+from test_schemes import PINS, all_pins, assert_same_bits, case_of, pin  # noqa: F401  (a fixture)
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -249,7 +249,7 @@ def test_benchmark_shapes(case):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"{pins[0]}-{pins[2]}")
+@all_pins
 @pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtypes", SCHEME_DTYPES.values(), ids=SCHEME_DTYPES)
 def test_scheme(pin, dtypes, case, pins):  # noqa: F811

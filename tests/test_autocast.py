@@ -35,7 +35,7 @@ from reference import (
 from shapes import EDGE_CASES, KERNEL_CASES, Case
 from test_compile import after_the_pass
 from test_schemes import CASES as SCHEME_CASES
-from test_schemes import PINS, assert_same_bits, fits, pin  # noqa: F401  (a fixture)
+from test_schemes import all_pins, assert_same_bits, fits, pin  # noqa: F401  (a fixture)
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -829,7 +829,7 @@ def rules(inputs: Inputs) -> set[str]:
 @pytest.mark.cuda
 @pytest.mark.usefixtures("poison")
 @halves
-@pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"{pins[0]}-{pins[2]}")
+@all_pins
 @pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
 def test_scheme(pin, dtype, case, pins):  # noqa: F811  (the fixture)
     inputs = autocast_inputs(case, dtype)

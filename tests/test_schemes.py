@@ -49,8 +49,12 @@ CASES = (
 PINS = (
     *(("registers", 0, 0, threads) for threads in (64, 160, 640)),  # four, two, one pixel a thread
     *(("resident", 0, blocks, 0) for blocks in (1, 2, 4, 8, 16)),
+    ("resident", 0, 4, 96),
     *(("cooperative", 0, samples, 0) for samples in (0, 1, 2)),
     ("two_pass", 0, 0, 0),
+)
+all_pins = pytest.mark.parametrize(
+    "pins", PINS, ids=lambda pins: "-".join(str(pin) for pin in pins if pin)
 )
 
 DTYPES = {
@@ -118,7 +122,7 @@ def assert_same_bits(these: Results, those: Results) -> None:
         assert this is that is None or torch.equal(this, that), name
 
 
-@pytest.mark.parametrize("pins", PINS, ids=lambda pins: f"{pins[0]}-{pins[2] or pins[3]}")
+@all_pins
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_scheme(pin, dtypes, case, pins):

@@ -781,7 +781,7 @@ def test_worthy_plans_are_printed_as_rows_of_the_table():
         ]
         return tune.describe(tune.read_rows([case], lines)[0], 3, "gelu_tanh")
 
-    pinned = "{kBackward, kGeluTanh, 2, 320, 64, 32, {kResident, 5, 3, 256}, 0.75},"
+    pinned = "{kBackward, kGeluTanh, 2, 320, 64, 32, {kResident, 5, 3, 224}, 0.75},"
     assert row(best, 6.0).endswith(f"measured_cuda.h: {pinned}")
     assert "measured_cuda.h" not in row(best, 7.9), "not worth it"
     assert "{kCooperative, 20, 2, 0}" in row("cooperative columns=20 samples_per_wave=2", 6.0)

@@ -233,9 +233,10 @@ double median(const std::function<void()>& enqueue, int repetitions) {
   return 1e3 * milliseconds[repetitions / 2];
 }
 
-// The plans of a problem: the policy's first, then all that pins lead to.
+// The plans of a problem: that of the estimates first, then all that pins lead
+// to.
 std::vector<Plan> plans_of(const Problem& problem, Device device) {
-  std::vector<Plan> plans{make_plan(problem, device)};
+  std::vector<Plan> plans{estimated_plan(problem, device)};
   const auto add = [&](Scheme scheme, int columns, int splits, int threads) {
     device.pins = {scheme, columns, splits, threads};
     const Plan plan = make_plan(problem, device);
@@ -250,7 +251,7 @@ std::vector<Plan> plans_of(const Problem& problem, Device device) {
     add(Scheme::kRegisters, 0, 0, threads);
   }
   for (int columns = 1; columns <= 512; ++columns) {
-    for (const int threads : {256, 512}) {
+    for (int threads = 96; threads <= 512; threads += 32) {
       for (int cluster = 1; cluster <= 16; ++cluster) {
         add(Scheme::kResident, columns, cluster, threads);
       }

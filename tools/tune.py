@@ -8,11 +8,12 @@
 
 Builds tools/tune.cu with nvcc (half a minute on 16 cores) and times, for each shape and
 direction, all slice widths, cluster sizes, threads and samples of a wave that fit, and two passes:
-some hundred plans in a fraction of a second. Prints for each the policy's own choice, the best and
-the runners-up, as x copy, and at last how much longer the policy's choices take than the best.
-Where that is more than a few percent for most shapes of another GPU, fit the estimates in
-policy_cuda.cpp to it. For a shape of its own, native/plan/measured_cuda.h takes the row that is
-printed behind its plans, if a second run prints it too and the model is faster with it.
+hundreds of plans in a second or two. Prints for each the policy's own choice (by its estimates, so
+without measured_cuda.h), the best and the runners-up, as x copy, and at last how much longer the
+policy's choices take than the best. Where that is more than a few percent for most shapes of
+another GPU, fit the estimates in policy_cuda.cpp to it. For a shape of its own,
+native/plan/measured_cuda.h takes the row that is printed behind its plans, if a second run prints
+it too and the model is faster with it.
 
 Where a plan keeps all that it reads, the same blocks are timed once more as they bring their inputs
 to shared memory, meet, and write as much, without computing anything. The least of these times is
@@ -149,8 +150,7 @@ def measured_plan(row: Row, plan: str, activation: str) -> str:
     scheme, *fields = plan.split()
     numbers = dict(field.split("=") for field in fields)
     if scheme == "resident":
-        threads = "512" if int(numbers["threads"]) > 256 else "256"
-        pins = (numbers["columns"], numbers["splits"], threads)
+        pins = (numbers["columns"], numbers["splits"], numbers["threads"])
     elif scheme == "cooperative":
         pins = (numbers["columns"], numbers["samples_per_wave"], "0")
     else:

@@ -60,11 +60,11 @@ inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
     {kBackward, kIdentity, 8, 2560, 64, 32, {kResident, 30, 1, 256}, 0.92},
     {kBackward, kSilu, 1, 640, 1024, 32, {kResident, 5, 12, 256}, 0.96},
     {kBackward, kSilu, 1, 2560, 1024, 32, {kResident, 10, 7, 256}, 0.89},
-    {kBackward, kSilu, 2, 640, 256, 32, {kResident, 5, 6, 256}, 0.94},
+    {kBackward, kSilu, 2, 640, 256, 32, {kResident, 5, 6, 224}, 0.94},
     {kBackward, kSilu, 2, 1920, 256, 32, {kResident, 45, 8, 512}, 0.92},
     {kBackward, kSilu, 4, 1280, 256, 32, {kResident, 10, 4, 256}, 0.92},
     {kBackward, kSilu, 4, 2560, 256, 32, {kResident, 10, 2, 256}, 0.94},
-    {kBackward, kSilu, 8, 1280, 64, 32, {kResident, 10, 2, 512}, 0.89},
+    {kBackward, kSilu, 8, 1280, 64, 32, {kResident, 10, 2, 320}, 0.89},
     {kBackward, kSilu, 8, 2560, 64, 32, {kResident, 20, 2, 256}, 0.85},
     // ResNet-50
     {kForward, kIdentity, 16, 256, 3136, 32, {kResident, 8, 8, 256}, 0.93},

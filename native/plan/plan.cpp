@@ -94,14 +94,17 @@ std::span<const Rule> policy(DeviceType device) {
   return device == DeviceType::kCUDA ? policy_cuda() : policy_cpu();
 }
 
-Plan make_plan(const Problem& problem, const Device& device) {
-  const Device pinned = with_measured_pins(problem, device);
+Plan estimated_plan(const Problem& problem, const Device& device) {
   for (const Rule& rule : policy(problem.device)) {
-    if (const std::optional<Plan> plan = plan_of(rule, problem, pinned)) {
+    if (const std::optional<Plan> plan = plan_of(rule, problem, device)) {
       return *plan;
     }
   }
   return Plan{};
+}
+
+Plan make_plan(const Problem& problem, const Device& device) {
+  return estimated_plan(problem, with_measured_pins(problem, device));
 }
 
 // No iostreams here: a second copy of their locale data, linked in statically

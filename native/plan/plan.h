@@ -71,6 +71,9 @@ struct Rule {
 // The policy table of a device type, in order of preference.
 std::span<const Rule> policy(DeviceType device);
 
+// The first matching rule's plan, where no row of measured_cuda.h has a say.
+Plan estimated_plan(const Problem& problem, const Device& device);
+
 // The first matching rule's plan.
 Plan make_plan(const Problem& problem, const Device& device);
 

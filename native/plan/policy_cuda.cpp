@@ -336,11 +336,12 @@ Candidate best_resident(const Problem& problem, const Device& device) {
       best = candidate;
     }
   };
+  const Pins& pins = device.pins;
   for_each_slice(problem, device, [&](int columns) {
     for (int splits = 1; splits < std::ssize(device.clusters); ++splits) {
-      for (const int threads : {kThreads, kMostThreads}) {
-        if ((device.pins.splits > 0 && device.pins.splits != splits) ||
-            (device.pins.threads > 0 && device.pins.threads != threads)) {
+      for (const int usual : {kThreads, kMostThreads}) {
+        const int threads = pins.threads > 0 ? pins.threads : usual;
+        if (pins.splits > 0 && pins.splits != splits) {
           continue;
         }
         consider(
