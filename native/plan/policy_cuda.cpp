@@ -145,6 +145,12 @@ constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
 constexpr int kMostThreads = 512;
+// Threads of resident blocks. Pixels by sevens (ResNet's 56 x 56, ...) leave
+// shared memory of the first two's unused: the others are for where more blocks
+// fit a multiprocessor than of the first, if these are few.
+constexpr std::array kResidentThreads{kThreads, kMostThreads, 224, 320};
+constexpr int64_t kFewBlocks = 4;
+
 constexpr int64_t kMostElements =
     int64_t{kMostRegisterThreads} * kMostPixelsInRegisters * 8;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
@@ -154,6 +160,7 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 struct Candidate {
   Plan plan;
   double nanoseconds = kNever;
+  int64_t blocks = 0; // of a multiprocessor at once, if the scheme is resident
 };
 
 // Slices of `columns` vectors, split over `splits` blocks of about `threads`
@@ -278,7 +285,8 @@ Candidate resident_candidate(
   plan.pixels_kept = pixels_of_thread(plan);
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
   const int64_t resident = residents(problem, device, plan);
-  if (plan.shared_bytes > device.shared_memory_per_block || resident < 1) {
+  result.blocks = resident;
+  if (resident < 1) {
     return result;
   }
   const bool leaves_sums = problem.direction == Direction::kBackward &&
@@ -331,26 +339,34 @@ Candidate best_resident(const Problem& problem, const Device& device) {
   if (!can_keep(problem)) {
     return best;
   }
-  const auto consider = [&](const Candidate& candidate) {
-    if (candidate.nanoseconds < best.nanoseconds) {
-      best = candidate;
+  const Pins& pins = device.pins;
+  const auto consider = [&](int columns, int splits, int64_t samples) {
+    int64_t usual = 0;
+    for (const int among : kResidentThreads) {
+      const int threads = pins.threads > 0 ? pins.threads : among;
+      const Candidate candidate = resident_candidate(
+          problem, device, columns, splits, samples, threads);
+      if (threads == kThreads) {
+        usual = candidate.blocks;
+      } else if (
+          threads != kMostThreads &&
+          (usual >= kFewBlocks || candidate.blocks <= usual)) {
+        continue;
+      }
+      if (candidate.nanoseconds < best.nanoseconds) {
+        best = candidate;
+      }
     }
   };
-  const Pins& pins = device.pins;
   for_each_slice(problem, device, [&](int columns) {
     for (int splits = 1; splits < std::ssize(device.clusters); ++splits) {
-      for (const int usual : {kThreads, kMostThreads}) {
-        const int threads = pins.threads > 0 ? pins.threads : usual;
-        if (pins.splits > 0 && pins.splits != splits) {
-          continue;
-        }
-        consider(
-            resident_candidate(problem, device, columns, splits, 1, threads));
-        if (problem.direction == Direction::kBackward && problem.N > 1 &&
-            problem.N < std::ssize(device.clusters)) {
-          consider(resident_candidate(
-              problem, device, columns, splits, problem.N, threads));
-        }
+      if (pins.splits > 0 && pins.splits != splits) {
+        continue;
+      }
+      consider(columns, splits, 1);
+      if (problem.direction == Direction::kBackward && problem.N > 1 &&
+          problem.N < std::ssize(device.clusters)) {
+        consider(columns, splits, problem.N);
       }
     }
   });
