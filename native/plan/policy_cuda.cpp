@@ -616,6 +616,8 @@ std::optional<Plan> plan_registers(
   plan.samples_per_wave = forward ? 1 : problem.N;
   const int64_t blocks = problem.N / plan.samples_per_wave * problem.G;
   const int shall = pins.threads > 0 ? pins.threads : kThreadsOfGroup;
+  // Else each sector is moved for two groups, by many blocks.
+  const bool whole_sectors = plan.columns * vector_bytes(problem) >= kSector;
   for (plan.pixels_kept = 1;; plan.pixels_kept *= 2) {
     const bool last = plan.pixels_kept == kMostPixelsInRegisters;
     plan.rows = static_cast<int>(ceil_div(problem.HxW, plan.pixels_kept));
@@ -623,7 +625,8 @@ std::optional<Plan> plan_registers(
         ceil_div(int64_t{1} * plan.rows * plan.columns, kWarp);
     if (threads <= (last ? kMostRegisterThreads : shall) &&
         blocks * threads <=
-            (last ? kThreadsAtOnce : kFewThreads) * device.sm_count) {
+            (last && whole_sectors ? kThreadsAtOnce : kFewThreads) *
+                device.sm_count) {
       plan.threads = static_cast<int>(threads);
       break;
     }
