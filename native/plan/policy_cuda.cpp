@@ -147,7 +147,8 @@ constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 constexpr int kMostThreads = 512;
 // Threads of resident blocks. Pixels by sevens (ResNet's 56 x 56, ...) leave
 // shared memory of the first two's unused: the others are for where more blocks
-// fit a multiprocessor than of the first, if these are few.
+// fit a multiprocessor than of the first, if these are few and their elements
+// have two bytes. (Wider ones would take narrower slices, and longer.)
 constexpr std::array kResidentThreads{kThreads, kMostThreads, 224, 320};
 constexpr int64_t kFewBlocks = 4;
 
@@ -340,6 +341,7 @@ Candidate best_resident(const Problem& problem, const Device& device) {
     return best;
   }
   const Pins& pins = device.pins;
+  const int64_t few = size_of(problem.output_dtype()) == 2 ? kFewBlocks : 0;
   const auto consider = [&](int columns, int splits, int64_t samples) {
     int64_t usual = 0;
     for (const int among : kResidentThreads) {
@@ -350,7 +352,7 @@ Candidate best_resident(const Problem& problem, const Device& device) {
         usual = candidate.blocks;
       } else if (
           threads != kMostThreads &&
-          (usual >= kFewBlocks || candidate.blocks <= usual)) {
+          (usual >= few || candidate.blocks <= usual)) {
         continue;
       }
       if (candidate.nanoseconds < best.nanoseconds) {
