@@ -274,6 +274,16 @@ def test_scheme(emulator, dtypes, case, pin):
     assert_parity(run_twice(emulator, inputs, pin), inputs)
 
 
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_pinned_threads(emulator, dtypes):
+    """Numbers that the policy has for no type, and for some."""
+    inputs = make_inputs(Case("pixels", (2, 16, 31, 23), 2), "cpu", *dtypes)
+    for threads in (96, 224):
+        results, plans = emulator(inputs, Pin("resident", 1, threads))
+        assert [numbers(plan)["threads"] for plan in plans] == [threads] * 2
+        assert_parity(results, inputs)
+
+
 def test_clusters_of_one_sample_and_of_all(emulator):
     """Of the geometries of test_scheme, so that it has both backward kernels."""
     kinds = set()

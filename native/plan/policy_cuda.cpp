@@ -145,11 +145,11 @@ constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
 constexpr int kMostThreads = 512;
-// Threads of resident blocks. Pixels by sevens (ResNet's 56 x 56, ...) leave
-// shared memory of the first two's unused: the others are for where more blocks
-// fit a multiprocessor than of the first, if these are few and their elements
-// have two bytes. (Wider ones would take narrower slices, and longer.)
-constexpr std::array kResidentThreads{kThreads, kMostThreads, 224, 320};
+// Blocks of kThreads and kMostThreads leave shared memory unused where pixels
+// are by sevens (ResNet's 56 x 56, ...). These are for where more of them fit a
+// multiprocessor than of kThreads, if few of those do and the elements have two
+// bytes. (Wider ones would take narrower slices, and longer.)
+constexpr std::array kFittingThreads{224, 320};
 constexpr int64_t kFewBlocks = 4;
 
 constexpr int64_t kMostElements =
@@ -341,22 +341,29 @@ Candidate best_resident(const Problem& problem, const Device& device) {
     return best;
   }
   const Pins& pins = device.pins;
-  const int64_t few = size_of(problem.output_dtype()) == 2 ? kFewBlocks : 0;
-  const auto consider = [&](int columns, int splits, int64_t samples) {
-    int64_t usual = 0;
-    for (const int among : kResidentThreads) {
-      const int threads = pins.threads > 0 ? pins.threads : among;
-      const Candidate candidate = resident_candidate(
+  const auto consider = [&](const Candidate& candidate) {
+    if (candidate.nanoseconds < best.nanoseconds) {
+      best = candidate;
+    }
+  };
+  const auto consider_threads = [&](int columns, int splits, int64_t samples) {
+    const auto of = [&](int threads) {
+      return resident_candidate(
           problem, device, columns, splits, samples, threads);
-      if (threads == kThreads) {
-        usual = candidate.blocks;
-      } else if (
-          threads != kMostThreads &&
-          (usual >= few || candidate.blocks <= usual)) {
-        continue;
-      }
-      if (candidate.nanoseconds < best.nanoseconds) {
-        best = candidate;
+    };
+    if (pins.threads > 0) {
+      consider(of(pins.threads));
+      return;
+    }
+    const Candidate usual = of(kThreads);
+    consider(usual);
+    consider(of(kMostThreads));
+    if (size_of(problem.output_dtype()) == 2 && usual.blocks < kFewBlocks) {
+      for (const int threads : kFittingThreads) {
+        const Candidate fitting = of(threads);
+        if (fitting.blocks > usual.blocks) {
+          consider(fitting);
+        }
       }
     }
   };
@@ -365,10 +372,10 @@ Candidate best_resident(const Problem& problem, const Device& device) {
       if (pins.splits > 0 && pins.splits != splits) {
         continue;
       }
-      consider(columns, splits, 1);
+      consider_threads(columns, splits, 1);
       if (problem.direction == Direction::kBackward && problem.N > 1 &&
           problem.N < std::ssize(device.clusters)) {
-        consider(columns, splits, problem.N);
+        consider_threads(columns, splits, problem.N);
       }
     }
   });
