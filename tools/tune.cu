@@ -1,5 +1,5 @@
 // Times every plan of group normalisation calls, without torch: the half of
-// tools/tune.py that runs on the GPU, in a fraction of a millisecond a plan.
+// tools/tune.py that runs on the GPU, in a few milliseconds a plan.
 //
 //   tune REPETITIONS < shapes > plans
 //

@@ -67,7 +67,7 @@ class Level:
             files = [str(TESTS / test) for test in self.tests]
             options = ["-p", "no:cacheprovider", "-q", f"--junitxml={report}"]
             options += ["-o", "junit_family=xunit1"]  # which has record_property
-            options += ["--disable-warnings"]  # what is printed of a failure ends with it
+            options += ["--disable-warnings"]  # run() prints the last of what a failure says
             if self.many and importlib.util.find_spec("xdist"):
                 options += ["-n", str(min(12, max(1, (os.cpu_count() or 1) // 2)))]
             return [sys.executable, "-m", "pytest", *files, *self.arguments, *options]
