@@ -169,7 +169,6 @@ __global__ void __launch_bounds__(
       shape, tiling, layout, waves, at, item, shared, of_chip);
 
   allow_next_kernel();
-  exchange.begin(); // fences: before any copy
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> betas(beta, 0, item.channels);
   gammas.fetch(item.first_channel);
@@ -194,7 +193,9 @@ __global__ void __launch_bounds__(
       }
     };
   };
-  ring.begin(copy_from(offset));
+  ring.template begin<0, 1>(copy_from(offset));
+  exchange.begin(); // while the first batch is under way
+  ring.template begin<1>(copy_from(offset));
   gammas.store([&](int c, Acc value) {
     parameters[parameter_place<kVector>(tiling, c)].first = value;
   });
@@ -400,7 +401,7 @@ __global__ void __launch_bounds__(
       item.groups * item.parts);
 
   allow_next_kernel();
-  exchange.begin(); // fences: before any copy
+  exchange.begin(); // between the copies it would cost registers
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> means(mean_in, 0, item.groups);
   ParameterCopy<TY> rstds(rstd_in, 1, item.groups);

@@ -156,11 +156,12 @@ struct Ring {
     return kPixels * (from_end ? places - 1 - i : i);
   }
 
-  // Starts the first copies of the first wave.
-  template <typename Copy>
+  // Starts the copies of the first wave that are ahead of read(): all kAhead
+  // batches, or those from kFirst on that are before kEnd.
+  template <int kFirst = 0, int kEnd = kAhead, typename Copy>
   __device__ void begin(Copy copy) const {
 #pragma unroll 2
-    for (int batch = 0; batch < kAhead; ++batch) {
+    for (int batch = kFirst; batch < kEnd; ++batch) {
       if (batch < batches) {
         of_batch(batch, reversed, copy);
       }
