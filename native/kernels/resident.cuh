@@ -193,9 +193,12 @@ __global__ void __launch_bounds__(
       }
     };
   };
-  ring.template begin<0, 1>(copy_from(offset));
-  exchange.begin(); // while the first batch is under way
-  ring.template begin<1>(copy_from(offset));
+  // Batches that are under way while the exchange is prepared: for float there
+  // are no registers for them.
+  constexpr int kEarly = sizeof(T) == 2 ? 1 : 0;
+  ring.template begin<0, kEarly>(copy_from(offset));
+  exchange.begin();
+  ring.template begin<kEarly>(copy_from(offset));
   gammas.store([&](int c, Acc value) {
     parameters[parameter_place<kVector>(tiling, c)].first = value;
   });
@@ -401,7 +404,7 @@ __global__ void __launch_bounds__(
       item.groups * item.parts);
 
   allow_next_kernel();
-  exchange.begin(); // between the copies it would cost registers
+  exchange.begin(); // later, it would cost registers
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> means(mean_in, 0, item.groups);
   ParameterCopy<TY> rstds(rstd_in, 1, item.groups);
