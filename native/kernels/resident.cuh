@@ -193,8 +193,8 @@ __global__ void __launch_bounds__(
       }
     };
   };
-  // Batches that are under way while the exchange is prepared: for float there
-  // are no registers for them.
+  // Batches that are under way while the exchange is prepared. Float's kernels
+  // have no registers for that; double's are left alone.
   constexpr int kEarly = sizeof(T) == 2 ? 1 : 0;
   ring.template begin<0, kEarly>(copy_from(offset));
   exchange.begin();
