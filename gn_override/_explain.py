@@ -162,10 +162,8 @@ def explain(
             weight, bias = (
                 t.float() if t is not None and t.dtype.itemsize == 2 else t for t in (weight, bias)
             )
-            if half and activation == "identity":
+            if half:
                 out_dtype = torch.float32
-            elif half:
-                x = x.float()
 
     answer = json.loads(
         torch.ops.gn_override.explain(x, weight, bias, num_groups, backward, activation, out_dtype)

@@ -64,9 +64,7 @@ def _fuse(graph: Graph) -> None:
             continue
         arguments = _arguments(*norm.args, **norm.kwargs)
         out_dtype = _autocast_dtype(norm, arguments[0])
-        # No kernel has an activation where X is narrower than Y.
-        wide = out_dtype == torch.float32
-        activation, name = (norm, "identity") if wide else _activation(norm)
+        activation, name = _activation(norm)
         if (name == "identity" and out_dtype is None) or not _taken(out_dtype, *arguments):
             continue
         with graph.inserting_before(norm):

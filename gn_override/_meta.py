@@ -126,7 +126,7 @@ def _fake_act(
 ) -> tuple[Tensor, Tensor, Tensor]:
     N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
     dtype = out_dtype or input.dtype
-    ours = _serves(input, dtype, activation) and _fits_forward(
+    ours = _serves(input, dtype) and _fits_forward(
         input, weight, bias, N, C, HxW, num_groups, dtype
     )
     mean, rstd = (input.new_empty((N, num_groups), dtype=_accumulator(input)) for _ in range(2))
@@ -148,7 +148,7 @@ def _fake_act_backward(
     dtype = _param_dtype(grad_out, weight, bias)
     ours = (
         mean.dtype in (dtype, _accumulator(input))
-        and _serves(input, grad_out.dtype, activation)
+        and _serves(input, grad_out.dtype)
         and _fits_backward(
             grad_out,
             input,
@@ -243,9 +243,9 @@ def takes_backward(
     )
 
 
-def _serves(X: Tensor, out_dtype: torch.dtype, activation: str) -> bool:
+def _serves(X: Tensor, out_dtype: torch.dtype) -> bool:
     """There are kernels from X's dtype to Y's."""
-    return out_dtype == X.dtype or (X.device.type == "cuda" and activation == "identity")
+    return out_dtype == X.dtype or X.device.type == "cuda"
 
 
 def _fits_forward(

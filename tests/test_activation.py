@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from reference import (
     ACTIVATIONS,
     ALL,
+    CAST,
+    FUSED,
     GRAD_LAYOUTS,
     LAYOUTS,
     MASKS,
@@ -48,8 +50,6 @@ from torch.autograd import gradcheck, gradgradcheck
 import gn_override
 from gn_override._explain import explain_shape
 
-FORWARD = "group_norm_act"
-BACKWARD = "group_norm_act_backward"
 op = torch.ops.gn_override.group_norm_act
 op_backward = torch.ops.gn_override.group_norm_act_backward
 
@@ -60,6 +60,8 @@ DTYPES = {
     "bfloat16": (torch.bfloat16, None),
     "half-float": (torch.float16, torch.float32),
     "bfloat16-float": (torch.bfloat16, torch.float32),
+    "half to float": (torch.float16, torch.float32, torch.float32),
+    "bfloat16 to float": (torch.bfloat16, torch.float32, torch.float32),
 }
 all_dtypes = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 all_activations = pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -123,23 +125,28 @@ def is_array(values: object) -> bool:
 def run(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
     """Both operators, called directly."""
     i = inputs
-    Y, mean, rstd = op(i.X, i.groups, i.gamma, i.beta, i.eps, activation)
+    Y, mean, rstd = op(i.X, i.groups, i.gamma, i.beta, i.eps, activation, i.dY.dtype)
     grads = op_backward(i.dY, i.X, mean, rstd, i.gamma, i.beta, i.groups, activation, list(mask))
     return Results(Y, mean, rstd, *grads)
 
 
 @contextlib.contextmanager
-def expect_taken(device: str, taken: bool) -> Iterator[None]:
+def expect_taken(inputs: Inputs) -> Iterator[None]:
     """Inside, one call of each operator: on our kernels, or on aten's operators."""
     torch.ops.gn_override.reset_counters()
     yield
-    want = (1, 0) if taken else (0, 1)
-    assert calls(FORWARD, device) == calls(BACKWARD, device) == want, (
-        torch.ops.gn_override.counters()
-    )
+    want = (1, 0) if is_taken(inputs) else (0, 1)
+    for name in CAST if is_wide(inputs) else FUSED:
+        assert calls(name, inputs.X.device.type) == want, torch.ops.gn_override.counters()
+
+
+def is_wide(inputs: Inputs) -> bool:
+    return inputs.dY.dtype != inputs.X.dtype
 
 
 def is_taken(inputs: Inputs) -> bool:
+    if is_wide(inputs):
+        return inputs.X.is_cuda and is_channels_last(inputs.X)
     one_layout = inputs.X.shape[1] == 1 or inputs.sizes[2] == 1
     return is_channels_last(inputs.X) or (inputs.X.is_cuda and is_mixed(inputs) and one_layout)
 
@@ -158,10 +165,10 @@ def assert_parity(ours: Results, inputs: Inputs, activation: str, mask: Mask = A
 
 def check(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
     inputs = away_from_kink(inputs, activation)
-    with expect_taken(inputs.X.device.type, is_taken(inputs)):
+    with expect_taken(inputs):
         ours = run(inputs, activation, mask)
     assert_parity(ours, inputs, activation, mask)
-    if is_channels_last(inputs.X):
+    if is_channels_last(inputs.X) and is_taken(inputs):
         assert_layout_follows(inputs.X, ours.Y, ours.dX)
     return ours
 
@@ -184,7 +191,7 @@ def test_dtypes(device, case, dtypes, activation):
     inputs = make_inputs(case, device, *dtypes)
     ours = check(inputs, activation)
     wide = torch.promote_types(dtypes[0], torch.float32)
-    assert ours.Y.dtype == ours.dX.dtype == dtypes[0]
+    assert ours.Y.dtype == inputs.dY.dtype and ours.dX.dtype == dtypes[0]
     assert ours.mean.dtype == ours.rstd.dtype == wide
     assert ours.dgamma.dtype == ours.dbeta.dtype == (dtypes[1] or dtypes[0])
     assert_same_bits(run(away_from_kink(inputs, activation), activation), ours)
@@ -251,7 +258,11 @@ def test_benchmark_shapes(case):
 @pytest.mark.cuda
 @all_pins
 @pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtypes", SCHEME_DTYPES.values(), ids=SCHEME_DTYPES)
+@pytest.mark.parametrize(
+    "dtypes",
+    [*SCHEME_DTYPES.values(), DTYPES["half to float"], DTYPES["bfloat16 to float"]],
+    ids=[*SCHEME_DTYPES, "half to float", "bfloat16 to float"],
+)
 def test_scheme(pin, dtypes, case, pins):  # noqa: F811
     """Every scheme on a GPU. The activations take turns: which one is in use is no part of it."""
     fitting = ACTIVATIONS[1:] if case.numel < 30000 or dtypes[0] != torch.float64 else ("silu",)
@@ -494,7 +505,7 @@ def test_wrong_arguments_are_refused_as_by_stock(device, wrong, layout):
 def test_switch_does_not_concern_them(device):
     inputs = make_inputs(FEW[0], device, torch.float32)
     on = run(inputs, "gelu")
-    with gn_override.disabled(), expect_taken(device, True):
+    with gn_override.disabled(), expect_taken(inputs):
         off = run(inputs, "gelu")
     assert_same_bits(on, off)
 
@@ -566,6 +577,16 @@ def test_explain():
     assert "identity" not in gn_override.explain(i.X, i.groups, **arguments).problem
     shape = explain_shape(FEW[0].shape, FEW[0].G, activation="silu", backward=True, device="cuda")
     assert "silu" in shape.problem
+    for backward in (False, True):  # statistics in float do not keep it from registers
+        small = explain_shape(
+            (2, 2560, 8, 8),
+            32,
+            dtype=torch.bfloat16,
+            activation="silu",
+            backward=backward,
+            device="cuda",
+        )
+        assert small.rule == "registers"
     with pytest.raises(ValueError, match="activation must be one of identity, relu"):
         gn_override.explain(i.X, i.groups, activation="swish")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import (
+    ACTIVATIONS,
     ATEN,
     CAST,
     FUSED,
@@ -283,13 +284,21 @@ def test_preserve_keeps_wide_inputs(fake, cuda_autocast, dtype):
 @pytest.mark.parametrize("layout", ["channels_last", "nchw"])
 @pytest.mark.parametrize("mode", ["float32", "preserve"])
 def test_with_an_activation(fake, cuda_autocast, mode, layout):
-    """functional.group_norm returns the dtype of F.group_norm."""
+    """functional.group_norm returns the dtype of F.group_norm, and saves X as it is."""
     gn_override.set_autocast(mode)
     X, gamma, beta = fakes(layout)
+
+    def run() -> Tensor:
+        with cuda_autocast():
+            return gn_override.functional.group_norm(X, GROUPS, gamma, beta, activation="silu")
+
+    Y, saved = saved_by(run)
     with cuda_autocast():
-        Y = gn_override.functional.group_norm(X, GROUPS, gamma, beta, activation="silu")
         assert Y.dtype == norm(X, gamma, beta).dtype
     assert Y.dtype == (torch.float32 if mode == "float32" else torch.float16)
+    if layout == "channels_last":
+        assert is_ours(Y) and is_channels_last(Y)
+        assert [t.dtype for t in saved if t.numel() == X.numel()] == [X.dtype]
 
 
 # --- the switch -------------------------------------------------------------------------------
@@ -547,14 +556,6 @@ def test_beta_may_change_before_backward(device):
         assert torch.equal(found, getattr(expected, name)), name
 
 
-@pytest.mark.parametrize("activation", ["identity", "silu"])
-def test_operator_with_an_activation(device, activation):
-    i = make_inputs(FEW[0], device, torch.bfloat16, torch.float32)
-    Y = op(i.X, i.groups, i.gamma, i.beta, i.eps, activation, torch.float32)[0]
-    Z = F.group_norm(i.X.float(), i.groups, i.gamma, i.beta, i.eps)
-    torch.testing.assert_close(Y, F.silu(Z) if activation == "silu" else Z)
-
-
 @pytest.mark.parametrize("affine", ["both", "none", "weight", "bias"])
 def test_operator_twice_differentiated(device, affine):
     """Second derivatives, as of the cast and the norm."""
@@ -625,7 +626,7 @@ def test_cpu_autocast_changes_nothing(mode, layout, dtypes):
     "mode, activation, made",
     [
         ("float32", None, ("identity", torch.float32)),
-        ("float32", F.silu, ("identity", torch.float32)),  # no kernel has both
+        ("float32", F.silu, ("silu", torch.float32)),
         ("preserve", None, ("identity", torch.float16)),
         ("preserve", F.silu, ("silu", torch.float16)),
     ],
@@ -651,7 +652,7 @@ def test_pass_on_what_is_recorded(fake, cuda_autocast, mode, activation, made, l
     graph.lint()
     calls = [node for node in graph.nodes if node.target is op.default]
     assert [call.args[5:] for call in calls] == ([made] if layout == "channels_last" else [])
-    kept = activation is not None and (layout == "nchw" or made[0] == "identity")
+    kept = activation is not None and layout == "nchw"
     assert any(node.target is activation for node in graph.nodes) == kept
 
 
@@ -691,7 +692,7 @@ def real(layout: str = "channels_last", dtype: torch.dtype = torch.bfloat16) -> 
     "function, mode, fused",
     [
         (autocast_norm, "float32", ["identity"]),
-        (autocast_silu, "float32", ["identity"]),  # no kernel has both
+        (autocast_silu, "float32", ["silu"]),
         (autocast_norm, "preserve", ["identity"]),
         (autocast_silu, "preserve", ["silu"]),
     ],
@@ -788,6 +789,26 @@ def test_parity_of_parameters(dtype, param_dtype, affine):
     with expect_calls("cuda", True, True, CAST):
         ours = under_autocast(inputs)
     assert_parity(ours, inputs, only=COMPARED, theirs=[stock_under_autocast(inputs)])
+
+
+@pytest.mark.cuda
+@halves
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_an_activation_is_fused(dtype, activation):
+    """The operator on the half X, whose values tests/test_activation.py compares."""
+    i = autocast_inputs(FEW[0], dtype)
+    leaves = [t.detach().requires_grad_() for t in (i.X, i.gamma, i.beta)]
+    X, gamma, beta = leaves
+
+    def train(function: Callable[..., Tensor], *arguments: Any) -> list[Tensor]:
+        Y = function(X, i.groups, gamma, beta, i.eps, activation, *arguments)
+        return [Y.detach(), *torch.autograd.grad(Y, leaves, i.dY)]
+
+    expected = train(lambda *arguments: op(*arguments)[0], torch.float32)
+    with expect_calls("cuda", True, True, CAST), torch.autocast("cuda", dtype):
+        actual = train(gn_override.functional.group_norm)
+    for found, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.cuda
@@ -945,6 +966,8 @@ def test_explain():
     with torch.autocast("cuda", torch.bfloat16):
         forward = gn_override.explain(X, GROUPS, weight=gamma, bias=beta)
         backward = gn_override.explain(X, GROUPS, weight=gamma, bias=beta, backward=True)
+        fused = gn_override.explain(X, GROUPS, weight=gamma, bias=beta, activation="silu")
+    assert "bfloat16 to float32 with float32 parameters silu" in fused.problem
     assert "bfloat16 to float32 with float32 parameters" in forward.problem
     assert forward.minimum_bytes == 3 * X.nbytes  # X, and Y of twice its size
     assert backward.minimum_bytes == 4 * X.nbytes

@@ -70,7 +70,6 @@ MIXED = {
     "half to float": (torch.float16, torch.float32, torch.float32),
     "bfloat16 to float": (torch.bfloat16, torch.float32, torch.float32),
 }
-PLAIN = {name: dtypes for name, dtypes in MIXED.items() if len(dtypes) == 2}
 
 
 def fields(names: str, kind: type) -> Iterable[tuple[str, type]]:
@@ -312,7 +311,7 @@ def test_more_than_the_chip_keeps(emulator, name, samples):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 @pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
-@pytest.mark.parametrize("dtypes", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
 def test_activation(emulator, dtypes, pin, activation):
     inputs = away_from_kink(make_inputs(small_case(pin), "cpu", *dtypes), activation)
     results = run_twice(emulator, inputs, pin, activation=activation)

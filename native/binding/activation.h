@@ -59,10 +59,8 @@ Result call_group_norm_act(
 template <typename Backend>
 void fuse(Classified& call, Activation activation) {
   call.problem.activation = activation;
-  if (!call.declined && call.problem.wide_output &&
-      (!Backend::kCuda || call.problem.is_fused())) {
-    call.declined =
-        "float32 from another dtype, on a CPU or with an activation";
+  if (!call.declined && call.problem.wide_output && !Backend::kCuda) {
+    call.declined = "float32 from another dtype on a CPU";
   }
 }
 

@@ -6,8 +6,8 @@
 //                   after set_autocast("preserve"), any half X: group_norm in
 //                   X's dtype
 //                   anything else: stock's kernel
-//   group_norm_act  likewise, in float by a cast of X where nothing is said
-//                   about Y's dtype
+//   group_norm_act  likewise, where nothing is said about Y's dtype; never a
+//                   cast of a half X
 //
 // On a CPU autocast leaves group_norm alone, and so do we.
 #include <ATen/autocast_mode.h>
@@ -84,10 +84,11 @@ Result group_norm_act_autocast(
     std::string_view activation,
     std::optional<at::ScalarType> out_dtype) {
   const WithoutAutocast guard;
-  const bool preserves = is_half(X) &&
-      (out_dtype ? out_dtype == X.scalar_type()
-                 : is_on() && autocast_preserves());
-  if (preserves) {
+  if (is_half(X) && !out_dtype) {
+    const bool preserves = is_on() && autocast_preserves();
+    out_dtype = preserves ? X.scalar_type() : at::kFloat;
+  }
+  if (is_half(X) && out_dtype == X.scalar_type()) {
     return call_group_norm_act(
         X, group, gamma, beta, eps, activation, out_dtype);
   }

@@ -120,6 +120,12 @@ c10::Dict<std::string, int64_t> counters_op() {
   return result;
 }
 
+// What is not native_group_norm is group_norm_act, whose statistics are wide.
+void set_operator(Problem& problem, Activation activation) {
+  problem.activation = activation;
+  problem.wide_statistics = problem.is_fused() || problem.wide_output;
+}
+
 std::string explain_tensor(
     const at::Tensor& input,
     const std::optional<at::Tensor>& weight,
@@ -149,7 +155,7 @@ std::string explain_tensor(
     if (call.declined == nullptr) {
       call.problem.direction =
           backward ? Direction::kBackward : Direction::kForward;
-      call.problem.activation = kind;
+      set_operator(call.problem, kind);
       const c10::OptionalDeviceGuard guard(input.device());
       const PlanningDevice planning = planning_device(call.problem.device);
       return explain_on(call.problem, planning.device, planning.name);
@@ -203,7 +209,7 @@ std::string explain_shape(
   problem.C = C;
   problem.HxW = HxW;
   problem.G = num_groups;
-  problem.activation = parse_activation(activation);
+  set_operator(problem, parse_activation(activation));
   problem.channels_last = channels_last && C > 1 && HxW > 1;
   problem.alignment =
       static_cast<int>(std::max<int64_t>(alignment, size_of(problem.dtype)));

@@ -65,7 +65,7 @@ struct GradientSums {
 template <typename T, typename TY, int kVector>
 struct InputGradient {
   using Acc = Accumulator<T>;
-  Acc mean[kVector]; // unused where it is folded into `constant`
+  Acc mean[kVector]; // often unused: `constant` has it
   Acc of_dZ[kVector];
   Acc of_X[kVector];
   Acc constant[kVector];
@@ -128,7 +128,7 @@ struct InputGradient {
     for (int j = 0; j < kVector; ++j) {
       const Acc value = x[j];
       const Acc centred = kFoldsMean<T> ? value : value - mean[j];
-      const Acc g = dZ_of(j, value, centred, dy[j]);
+      const Acc g = dZ_of(j, value, value - mean[j], dy[j]);
       dx[j] = of_dZ[j] * g + (of_X[j] * centred + constant[j]);
     }
     return narrow_all<T, kVector>(dx);

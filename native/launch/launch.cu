@@ -34,16 +34,17 @@ cudaError_t with_dtype(const Problem& problem, F f) {
 template <typename F>
 cudaError_t with_kernels(const Problem& problem, F f) {
   return with_dtype(problem, [&](auto element) {
-    if (problem.wide_output) {
-      if constexpr (sizeof(element) == 2) {
-        if (!problem.is_fused()) {
-          return f(element, float(), std::false_type());
-        }
-      }
-      return cudaErrorInvalidValue;
+    const auto with_output = [&](auto output) {
+      return problem.is_fused() ? f(element, output, std::true_type())
+                                : f(element, output, std::false_type());
+    };
+    if (!problem.wide_output) {
+      return with_output(element);
     }
-    return problem.is_fused() ? f(element, element, std::true_type())
-                              : f(element, element, std::false_type());
+    if constexpr (sizeof(element) == 2) {
+      return with_output(float());
+    }
+    return cudaErrorInvalidValue;
   });
 }
 

@@ -1,6 +1,6 @@
 // The two-pass scheme's launches by element type: float, double, __half,
 // __nv_bfloat16 (instantiated in two_pass_*.cu).
-// TY: that of Y, which is T or float (in two_pass_wide_*.cu).
+// TY: that of Y, which is T or float (in two_pass_*wide_*.cu).
 // kFused: for problems with an activation (in two_pass_fused_*.cu).
 #pragma once
 
