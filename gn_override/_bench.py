@@ -226,11 +226,13 @@ def _check(of_provider: Mapping[str, Mapping[str, Step]]) -> Row:
     for what in DIRECTIONS:
         with gn_override.disabled():
             stock = of_provider["stock_channels_last"][what]()
-        before = sum(gn_override.report().calls.values())
+        before = gn_override.report().calls
         with gn_override.enabled():
             ours = of_provider[OURS][what]()
-        if sum(gn_override.report().calls.values()) == before:
-            return {"wrong": f"{DIRECTIONS[what]}: no call ran on the override"}
+        calls = gn_override.report().calls
+        operators = {call.split()[0] for call in calls if calls[call] > before.get(call, 0)}
+        if len(operators) < (1 if what == "fwd" else 2):
+            return {"wrong": f"{DIRECTIONS[what]}: not every call ran on the override"}
         if found := difference(what, ours, stock):
             return {"wrong": f"{DIRECTIONS[what]}: {found}"}
     return {"checked": True}
@@ -273,8 +275,8 @@ def table(rows: Sequence[Row]) -> str:
             )
         lines.append("")
     lines.append("us: median microseconds. Speed-up: over stock's better layout. NHWC: channels-")
-    lines.append("last. A copy of the input is the least that a forward takes, and 2.5 of them are")
-    lines.append("the least that forward and backward take.")
+    lines.append("last. A forward moves at least what a copy of the input moves, and forward and")
+    lines.append("backward 2.5 times that.")
     return "\n".join(lines)
 
 

@@ -206,7 +206,10 @@ def check(
 def fused_copy(model: nn.Module) -> nn.Module:
     """A copy of the model with its norms and activations fused."""
     model = copy.deepcopy(model)
-    log(f"  {len(gn_override.fuse(model).fused)} pairs of norm and activation fused")
+    pairs = gn_override.fuse(model).fused
+    if not pairs:
+        raise RuntimeError(f"fuse() found nothing in a {type(model).__name__}")
+    log(f"  {len(pairs)} pairs of norm and activation fused")
     return model
 
 
@@ -484,12 +487,6 @@ def bench_resnet(setting: Setting) -> list[Row]:
 
     Autocast in both modes of set_autocast(), which changes nothing in stock.
     """
-    import timm
-
-    batch, size = (2, 64) if setting.tiny else (64, 224)
-    images = torch.randn(batch, 3, size, size, device=setting.device)
-    labels = torch.randint(1000, (batch,), device=setting.device)
-    last, first = torch.channels_last, torch.contiguous_format
     rows = []
     cast = "bf16 autocast, fp32 parameters"
     for autocast, mode, kind in (
@@ -498,69 +495,63 @@ def bench_resnet(setting: Setting) -> list[Row]:
         (torch.bfloat16, "preserve", f'{cast}, set_autocast("preserve")'),
     ):
         gn_override.set_autocast(mode)
-        row, fused_row = (
-            Row(
-                f"timm resnet50_gn training, batch 64, {kind}{end}", floor="resnet50 with BatchNorm"
-            )
-            for end in ("", FUSED)
-        )
-        log(row.name)
-        dtype = torch.float32 if autocast else torch.bfloat16
-
-        def build(
-            name: str, layout: torch.memory_format, dtype: torch.dtype = dtype
-        ) -> tuple[nn.Module, Tensor]:
-            model = seeded(lambda: timm.create_model(name, pretrained=False), setting.device)
-            model = placed(model, setting.device, dtype, layout).train()
-            return model, images.to(dtype, memory_format=layout)
-
-        def step_of(
-            name: str,
-            layout: torch.memory_format,
-            autocast: torch.dtype | None = autocast,
-            fused: bool = False,
-        ) -> Step:
-            model, x = build(name, layout)
-            if fused:
-                gn_override.fuse(model)
-            return training(model, x, labels, autocast, update=True)
-
-        with phase("parity"):
-            model, x = build("resnet50_gn", last)
-            reference = training(
-                copy.deepcopy(model).float(), x.float(), labels, None, update=False
-            )
-            plain, fused = (
-                training(net, x, labels, autocast, update=False)
-                for net in (model, fused_copy(model))
-            )
-            good = check(row, plain, reference, torch.bfloat16)
-            good = check(fused_row, plain, reference, torch.bfloat16, fused) and good
-            del model, x, reference, plain, fused
-        if not good:
-            rows += [row, fused_row]
-            continue
-
-        peaks = {}
-        if setting.device == "cuda":
-            # With one model in memory at a time.
-            torch.cuda.empty_cache()
-            variant = Variant(step_of("resnet50_gn", last, fused=True), on=True)
-            peaks[OF_FUSED + "override"] = peak_gb(variant)
-            del variant
-            torch.cuda.empty_cache()
-        shared = step_of("resnet50_gn", last)
-        variants = {"stock": Variant(shared), "override": Variant(shared, on=True)}
-        if setting.device == "cuda":
-            row.peak_gb = peaks | {name: peak_gb(variant) for name, variant in variants.items()}
-        variants[OF_FUSED + "override"] = Variant(step_of("resnet50_gn", last, fused=True), on=True)
-        variants["stock_nchw"] = Variant(step_of("resnet50_gn", first))
-        variants["floor"] = Variant(step_of("resnet50", last))
-        with phase("timing"):
-            measure(row, variants, setting)
-        rows += split(row, fused_row)
+        name = f"timm resnet50_gn training, batch 64, {kind}"
+        rows += bench_training(name, autocast, setting)
     gn_override.set_autocast("float32")
     return rows
+
+
+def bench_training(name: str, autocast: torch.dtype | None, setting: Setting) -> list[Row]:
+    """The rows of one kind of training. No model is left when it returns: peaks count them all."""
+    import timm
+
+    batch, size = (2, 64) if setting.tiny else (64, 224)
+    images = torch.randn(batch, 3, size, size, device=setting.device)
+    labels = torch.randint(1000, (batch,), device=setting.device)
+    last, first = torch.channels_last, torch.contiguous_format
+    row, fused_row = (Row(f"{name}{end}", floor="resnet50 with BatchNorm") for end in ("", FUSED))
+    log(row.name)
+
+    def build(net: str, layout: torch.memory_format) -> tuple[nn.Module, Tensor]:
+        dtype = torch.float32 if autocast else torch.bfloat16
+        model = seeded(lambda: timm.create_model(net, pretrained=False), setting.device)
+        model = placed(model, setting.device, dtype, layout).train()
+        return model, images.to(dtype, memory_format=layout)
+
+    def step_of(net: str, layout: torch.memory_format, fused: bool = False) -> Step:
+        model, x = build(net, layout)
+        return training(fused_copy(model) if fused else model, x, labels, autocast, update=True)
+
+    with phase("parity"):
+        model, x = build("resnet50_gn", last)
+        reference = training(copy.deepcopy(model).float(), x.float(), labels, None, update=False)
+        plain, fused = (
+            training(net, x, labels, autocast, update=False) for net in (model, fused_copy(model))
+        )
+        good = check(row, plain, reference, torch.bfloat16)
+        good = check(fused_row, plain, reference, torch.bfloat16, fused) and good
+        del model, x, reference, plain, fused
+    if not good:
+        return [row, fused_row]
+
+    peaks = {}
+    if setting.device == "cuda":
+        # With one model in memory at a time.
+        torch.cuda.empty_cache()
+        variant = Variant(step_of("resnet50_gn", last, fused=True), on=True)
+        peaks[OF_FUSED + "override"] = peak_gb(variant)
+        del variant
+        torch.cuda.empty_cache()
+    shared = step_of("resnet50_gn", last)
+    variants = {"stock": Variant(shared), "override": Variant(shared, on=True)}
+    if setting.device == "cuda":
+        row.peak_gb = peaks | {name: peak_gb(variant) for name, variant in variants.items()}
+    variants[OF_FUSED + "override"] = Variant(step_of("resnet50_gn", last, fused=True), on=True)
+    variants["stock_nchw"] = Variant(step_of("resnet50_gn", first))
+    variants["floor"] = Variant(step_of("resnet50", last))
+    with phase("timing"):
+        measure(row, variants, setting)
+    return split(row, fused_row)
 
 
 BENCHES: dict[str, Callable[[Setting], list[Row]]] = {

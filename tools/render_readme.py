@@ -357,18 +357,22 @@ _LONG_WORD = 160
 
 
 def source(content: dict[str, Any]) -> str:
-    """Where the numbers come from: machine, versions, commit, command."""
+    """Where the numbers come from: machine, versions, commit, commands."""
     if "gpu" in content:
         machine = f"{content['gpu']}, driver {content['driver']}, CUDA {content['cuda']}"
     else:
         machine = f"{content['cpu']}, {content['threads']} threads"
-    command = " ".join(
-        word if len(word) < _LONG_WORD else f"{word[: _LONG_WORD // 2]}..."
-        for word in content["command"].split(" ")
-    )
+
+    def shown(command: str) -> str:
+        words = command.split(" ")
+        return " ".join(w if len(w) < _LONG_WORD else f"{w[: _LONG_WORD // 2]}..." for w in words)
+
+    rows = content.get("rows", ())
+    commands = dict.fromkeys(row["command"] for row in rows if "command" in row)
+    of_rows = "; ".join(f"`{shown(command)}`" for command in commands or [content["command"]])
     return (
         f"{machine}, torch {content['torch']}, commit {content['commit']}, {content['date']}: "
-        f"`{command}`\n"
+        f"{of_rows}\n"
     )
 
 

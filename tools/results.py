@@ -111,7 +111,11 @@ def update(
     folder: Path = RESULTS,
     order: Iterable[str] | None = None,
 ) -> Path:
-    """write(), but the file keeps those of its rows that `content` has not: see merged()."""
+    """write(), but the file keeps those of its rows that `content` has not: see merged().
+
+    So each row says by which command it was measured.
+    """
     path = folder / f"{name}.json"
     before = json.loads(path.read_text())["rows"] if path.exists() else []
-    return write(name, content | {"rows": merged(before, content["rows"], key, order)}, folder)
+    rows = [row | {"command": content["command"]} for row in content["rows"]]
+    return write(name, content | {"rows": merged(before, rows, key, order)}, folder)
