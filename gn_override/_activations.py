@@ -68,13 +68,17 @@ def of_call(function: Any, /, *args: Any, **kwargs: Any) -> str | None:
     return name if known and kwargs.keys() <= {"inplace"} else None
 
 
+def is_pytorchs(kind: type[nn.Module]) -> bool:
+    """Whether a call of such a module runs what PyTorch wrote, and no patch of it."""
+    written = kind.forward.__module__.startswith("torch.nn.modules.")
+    return written and kind.__call__ is nn.Module.__call__
+
+
 def of_module(module: object) -> str | None:
     """The name of what a module computes; None for classes other than PyTorch's own."""
     kind = type(module)
-    if kind is nn.ReLU:
-        return "relu"
-    if kind is nn.SiLU:
-        return "silu"
+    if kind not in (nn.ReLU, nn.SiLU, nn.GELU) or not is_pytorchs(kind):
+        return None
     if kind is nn.GELU:
         return _GELU.get(module.approximate)  # type: ignore[attr-defined]
-    return None
+    return "relu" if kind is nn.ReLU else "silu"

@@ -150,6 +150,14 @@ _GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))
 _Ending = ast.Assign | ast.Return
 
 
+class _Assigned(ast.NamedExpr):
+    """An operand that a statement of its own assigns to a variable, ahead of the step on it.
+
+    So a run has the steps of several statements. Those that are not joined become statements again:
+    a step may change what the one after it is.
+    """
+
+
 def _symbols(function: FunctionType) -> tuple[Any, ...]:
     """What a function's code names and holds; its instructions depend on the module around it."""
     code = function.__code__
@@ -226,6 +234,8 @@ class _Steps:
             assert isinstance(expression, ast.Call)
             steps.insert(0, (step, expression))
             expression = _operand(expression)
+            if isinstance(expression, _Assigned):
+                expression = expression.value
         return expression, steps
 
     def continues(self, statement: ast.stmt) -> str:
@@ -325,7 +335,9 @@ class _Joiner:
                 assert isinstance(statement, ast.Assign) and isinstance(following, _Ending)
                 assert following.value is not None
                 _, steps = self.steps.run(following.value)
-                _set_operand(steps[0][1], statement.value)
+                variable = ast.Name(name, ast.Store())
+                assigned = _Assigned(target=variable, value=statement.value)
+                _set_operand(steps[0][1], ast.copy_location(assigned, statement))
                 del body[position]
             else:
                 position += 1
@@ -374,14 +386,27 @@ class _Writer(ast.NodeTransformer):
         self.parts = {(number, first): last for number, first, last in parts}
         self.runs: list[Run] = []
         self.branches: list[tuple[ast.expr, bool]] = []
+        self.before: list[ast.stmt] = []  # the statement that is being written
 
     def visit_If(self, node: ast.If) -> ast.If:
         node.test = self.visit(node.test)
         for block, holds in ((node.body, True), (node.orelse, False)):
             self.branches.append((node.test, holds))
-            block[:] = [self.visit(statement) for statement in block]
+            self.generic_visit(body := ast.Module(block, type_ignores=[]))
+            block[:] = body.body
             self.branches.pop()
         return node
+
+    def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
+        return self._ending(node)
+
+    def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
+        return self._ending(node)
+
+    def _ending(self, node: _Ending) -> list[ast.stmt]:
+        self.before = []
+        self.generic_visit(node)
+        return [*self.before, node]
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         start, steps = self.steps.run(node)
@@ -393,6 +418,10 @@ class _Writer(ast.NodeTransformer):
         value: ast.expr = self.visit(start)
         position = 0
         while position < len(steps):
+            operand = _operand(steps[position][1])
+            if isinstance(operand, _Assigned):
+                self.before.append(ast.copy_location(ast.Assign([operand.target], value), operand))
+                value = ast.Name(operand.target.id, ast.Load())
             last = self.parts.get((number, position), -1)
             if position < last < len(steps):
                 callables = [_callable(step, call) for step, call in steps[position : last + 1]]

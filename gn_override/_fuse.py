@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.utils.parametrize import is_parametrized
 
 from gn_override import _activations, _forward, functional
 from gn_override.nn import GroupNorm
@@ -63,7 +64,8 @@ def fuse(model: nn.Module) -> Fusion:
     other norm is left as it is. Results change by rounding only.
 
     Modules, parameters and the keys of ``state_dict`` stay as they are; the class of a module that
-    calls a pair becomes a subclass of its own. The model can be copied and pickled.
+    calls a pair becomes a subclass of its own. The model can be copied and pickled. A forward that
+    is patched on a class later counts from the next fuse() on.
 
     Args:
         model: any module. What is fused already stays so.
@@ -80,6 +82,12 @@ def fuse(model: nn.Module) -> Fusion:
             continue
         try:
             pairs = list(_pairs(caller))
+            before = _parts_of(type(caller))
+            parts = frozenset(pair.part for pair in pairs if not pair.obstacle)
+            if not parts <= before:
+                if is_parametrized(caller):  # to be undone, it must be the last subclass
+                    raise _forward.Unreadable("belongs to a module with parametrizations")
+                caller.__class__ = _fused_class(_unfused(type(caller)), parts)
         except _forward.Unreadable as why:
             reason = f"{_unfused(type(caller)).__name__}.forward {why}"
             for norm in (caller, *caller.children()):
@@ -90,14 +98,11 @@ def fuse(model: nn.Module) -> Fusion:
                 reasons[pair.norm] = pair.obstacle
                 continue
             done.add(pair.norm)
-            if pair.part not in getattr(caller, "_fused_parts", ()):
+            if pair.part not in before:
                 prefix = f"{name}." if name else ""
                 norm = prefix + pair.norm_path if pair.norm_path else name
                 activation = prefix + pair.activation if pair.is_module else pair.activation
                 fused.append(FusedPair(norm, activation, pair.kind))
-        parts = frozenset(pair.part for pair in pairs if not pair.obstacle)
-        if parts:
-            caller.__class__ = _fused_class(_unfused(type(caller)), parts)
     skipped = [
         SkippedNorm(name, reasons.get(norm, "no activation follows it at once"))
         for name, norm in names.items()
@@ -146,7 +151,7 @@ def _pairs(caller: nn.Module) -> Iterator[_Pair]:
     """The pairs in a module's forward, fused or not. Raises Unreadable."""
     if "forward" in vars(caller):
         raise _forward.Unreadable("is replaced on the instance")
-    forward = _unfused(type(caller)).forward
+    forward = _unfused(_owner(type(caller))).forward
     if forward is nn.Sequential.forward:
         children = (_forward.Step(name, path=name) for name in caller._modules)
         runs = [_forward.Run(tuple(children), branches=())]
@@ -178,8 +183,11 @@ def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
     if not step.path:
         return _forward.GroupNormCall(num_groups=1)
     value: Any = caller
-    for name in step.path.split("."):
-        value = getattr(value, name, None)
+    try:
+        for name in step.path.split("."):
+            value = getattr(value, name)
+    except Exception:  # whatever a property raises
+        return None
     return value
 
 
@@ -220,7 +228,7 @@ def _is_plain(norm: nn.Module) -> bool:
     """Whether a module is nn.GroupNorm, or computes the same."""
     kind = type(norm)
     if kind.forward is nn.GroupNorm.forward:
-        return True
+        return _activations.is_pytorchs(kind)
     if kind.__module__ == "timm.layers.norm" and kind.__name__ in ("GroupNorm", "GroupNorm1"):
         return not getattr(norm, "_fast_norm", True)  # the other kind has rules of its own
     return False
@@ -234,12 +242,14 @@ class _Fused:
     """Mixed into the classes that fuse() makes, which are found again by what they come from."""
 
     _fused_from: ClassVar[_Class]
+    _fused_source: ClassVar[Any]  # its forward, when it was fused
     _fused_parts: ClassVar[frozenset[_forward.Part]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(2, protocol))
         make, arguments, *rest = reduced
-        if make.__name__ != "__newobj__" or arguments != (type(self),):
+        own = _owner(type(self)) is type(self)
+        if make.__name__ != "__newobj__" or arguments != (type(self),) or not own:
             return reduced  # the class has its own way
         return _restore, (self._fused_from, self._fused_parts), *rest
 
@@ -254,25 +264,48 @@ def _restore(kind: _Class, parts: frozenset[_forward.Part]) -> nn.Module:
     return module
 
 
+def _owner(kind: _Class) -> _Class:
+    """The class that a class has its forward from: others may have put theirs on top of ours."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
 def _unfused(kind: _Class) -> _Class:
-    return kind._fused_from if issubclass(kind, _Fused) else kind
+    """What fuse() made a class from, or the class."""
+    return vars(kind).get("_fused_from", kind)
+
+
+def _parts_of(kind: _Class) -> frozenset[_forward.Part]:
+    """What is fused in the forward of a class, as the class it was made from has it now."""
+    owner = _owner(kind)
+    made_by_us = "_fused_from" in vars(owner) and owner._fused_source is owner._fused_from.forward
+    return owner._fused_parts if made_by_us else frozenset()
+
+
+def _fused_class(kind: _Class, parts: frozenset[_forward.Part]) -> _Class:
+    """The subclass whose forward hands these parts to run(). Raises Unreadable."""
+    return _made_class(kind, kind.forward, parts)
 
 
 @functools.cache
-def _fused_class(kind: _Class, parts: frozenset[_forward.Part]) -> _Class:
-    """The subclass whose forward hands these parts to run(). Raises Unreadable."""
+def _made_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> _Class:
     forward: Any = _run_all
-    if kind.forward is not nn.Sequential.forward:
-        forward = _forward.read(kind.forward).joined(parts, run)
+    if source is not nn.Sequential.forward:
+        forward = _forward.read(source).joined(parts, run)
     body = {
         "forward": forward,
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "_fused_from": kind,
+        "_fused_source": source,
         "_fused_parts": parts,
     }
-    return type(kind)(f"Fused{kind.__name__}", (_Fused, kind), body)
+    bases = (kind,) if issubclass(kind, _Fused) else (_Fused, kind)
+    try:
+        return type(kind)(f"Fused{kind.__name__}", bases, body)
+    except Exception:  # whatever __init_subclass__ or a metaclass raises
+        raise _forward.Unreadable("belongs to a class that allows no subclass") from None
 
 
+@functools.wraps(nn.Sequential.forward)
 def _run_all(self: nn.Sequential, input: Tensor) -> Tensor:
     return run(input, *self)

@@ -178,7 +178,9 @@ def _sizes(
     _activations.check(activation)
     fits = input.ndim >= 2 and num_groups > 0 and input.shape[1] % num_groups == 0
     if not fits or any(
-        t.ndim != 1 or t.shape[0] != input.shape[1] for t in (weight, bias) if t is not None
+        t.ndim != 1 or t.shape[0] != input.shape[1] or t.device != input.device
+        for t in (weight, bias)
+        if t is not None
     ):
         torch.group_norm(input, num_groups, weight, bias)
     return input.shape[0], input.shape[1], math.prod(input.shape[2:])

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gn_override import _activations
+
+# Other classes, and what stands for a tensor in a trace, know PyTorch's operators alone.
+_KNOWN = {Tensor, torch.nn.Parameter, FakeTensor, type(None)}
 
 # Looked up once: a call is a few microseconds.
 _is_enabled = torch.ops.gn_override.is_enabled.default
@@ -25,9 +29,10 @@ def group_norm(
 
     The norm is not rounded before the activation, and backward computes it again from the input:
     nothing is saved but the input, mean, rstd, weight and bias. An NCHW input goes to PyTorch's own
-    norm and activation, and so does every input while the override is off. ``torch.compile`` sees
-    these two as well, and Inductor fuses them as it does in other programs; what ``torch.export``
-    makes of them runs without this package.
+    norm and activation, and so does every input while the override is off, and every subclass of
+    Tensor. ``torch.compile`` sees these two as well, and Inductor fuses them as it does in other
+    programs; what ``torch.export``, ``torch.jit.trace`` and ``torch.fx`` make of them runs without
+    this package.
 
     Args:
         input: [N, C, *spatial], any dtype that F.group_norm takes.
@@ -46,8 +51,10 @@ def group_norm(
     _activations.check(activation)
     if (
         activation == "identity"
-        or input.is_contiguous()
         or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or not {type(input), type(weight), type(bias)} <= _KNOWN
+        or input.is_contiguous()
         or not _is_enabled()
         # What F.group_norm refuses before it calls an operator is among these.
         or input.dim() < 2

@@ -406,17 +406,15 @@ def test_pass(function: Callable[..., Tensor], fused: list[str]) -> None:
 
 
 def test_pass_under_autocast(device: str) -> None:
-    """The norm's dtype is the one that autocast gives it. No kernel has an activation where that
-    is wider than X."""
+    """The norm's dtype is the one that autocast gives it."""
 
     def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
             return norm_silu(X, gamma, beta)
 
     X, gamma, beta = operands((2, 6, 7, 5), device)
-    assert after_the_pass(function, X, gamma, beta) == ["silu"]
-    expected = "identity" if device == "cuda" else "silu"
-    assert after_the_pass(function, X.detach().bfloat16(), gamma, beta) == [expected]
+    for x in (X, X.detach().bfloat16()):
+        assert after_the_pass(function, x, gamma, beta) == ["silu"]
 
 
 class Recorded(CustomGraphPass):

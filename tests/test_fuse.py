@@ -250,6 +250,48 @@ def test_exported_without_our_operators() -> None:
         torch.testing.assert_close(program.module()(X), exported(X))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_without_our_operators() -> None:
+    module, X = gn_override.nn.GroupNorm(4, 8, activation="silu"), image()
+    fused = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU())
+    gn_override.fuse(fused)
+    for traced in (torch.jit.trace(module, X), torch.jit.trace(fused, X), torch.jit.script(fused)):
+        assert "gn_override::" not in str(traced.inlined_graph)
+        torch.testing.assert_close(traced(X), module(X))
+    for symbolic in map(torch.fx.symbolic_trace, (module, fused)):
+        assert "gn_override" not in str(symbolic.graph)
+        torch.testing.assert_close(symbolic(X), module(X))
+
+
+class Tagged(torch.Tensor):
+    """A class of tensors that PyTorch's operators keep."""
+
+
+def test_subclasses_of_tensors_get_stocks() -> None:
+    module, X = gn_override.nn.GroupNorm(4, 8, activation="silu"), image()
+    torch.ops.gn_override.reset_counters()
+    Y = module(X.as_subclass(Tagged))
+    assert type(Y) is Tagged and calls(FORWARD, "cpu") == (0, 0)
+    torch.testing.assert_close(Y.as_subclass(torch.Tensor), module(X))
+
+
+@pytest.mark.parametrize("where", ["weights", "input"])
+def test_tensors_on_two_devices(where: str) -> None:
+    """Weights that are still on the meta device, say: stock's error."""
+    module, X = gn_override.nn.GroupNorm(4, 8, activation="silu"), image()
+    stock = nn.GroupNorm(4, 8)
+    if where == "weights":
+        module, stock = module.to("meta"), stock.to("meta")
+    else:
+        X = X.to("meta")
+    with override_off(), pytest.raises(RuntimeError) as theirs:
+        stock(X)
+    with pytest.raises(RuntimeError) as ours:
+        module(X)
+    assert str(ours.value) == str(theirs.value)
+
+
 # --- what is fused ----------------------------------------------------------------------------
 
 
@@ -386,6 +428,39 @@ def test_two_variables() -> None:
             return x + self.conv(active)
 
     check_fused(Net(), image(), pairs=1, calls_made=1)
+
+
+class Selects(nn.Module):
+    """A step decides what the next one is, and a norm's arguments read what it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(2))
+        self.turn, self.conv = 0, self.convs[0]
+        self.norm, self.act = nn.GroupNorm(4, 8), nn.SiLU()
+
+    def select(self, x: Tensor) -> Tensor:
+        self.conv = self.convs[self.turn]
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.select(x)
+        h = self.conv(h)
+        h = self.norm(h)
+        h = self.act(h)
+        h = self.conv(h)
+        h = F.relu(F.group_norm(h, h.ndim))
+        return h
+
+
+def test_steps_keep_their_order() -> None:
+    model, X = Selects(), image()
+    stock = copy.deepcopy(model)
+    assert len(gn_override.fuse(model).fused) == 2
+    for turn in (0, 1, 0, 1):
+        model.turn = stock.turn = turn
+        torch.testing.assert_close(model(X), stock(X), rtol=1e-4, atol=1e-4)
+    assert takes(model) == 2
 
 
 class NormAct(nn.GroupNorm):
@@ -558,6 +633,111 @@ class Doubled(nn.GroupNorm):
 def test_subclass() -> None:
     (skipped,) = check_left(nn.Sequential(Doubled(4, 8), nn.ReLU()), image())
     assert skipped == SkippedNorm("0", "Doubled is a GroupNorm with a forward of its own")
+
+
+class CalledTwice(nn.GroupNorm):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(super().__call__(x))
+
+
+def test_patches_of_pytorchs_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what is fused already."""
+    model, X = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU()), image()
+    check_left(nn.Sequential(CalledTwice(4, 8), nn.SiLU()), X)
+    gn_override.fuse(model)
+    for kind in (nn.GroupNorm, nn.SiLU):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", lambda self, x: x + 1)
+            assert takes(model) == 0
+            assert gn_override.fuse(nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU())).fused == ()
+    assert takes(model) == 1
+
+
+def test_patched_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that is patched on a class counts from the next fuse() on."""
+
+    class Patched(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x))
+
+    def forward(self: Calls, x: Tensor) -> Tensor:
+        return self.act(self.norm(x)) + 100
+
+    model, X = Patched(), image()
+    gn_override.fuse(model)
+    expected = model(X) + 100
+    monkeypatch.setattr(Patched, "forward", forward)
+    for patched in (model, Patched()):
+        assert len(gn_override.fuse(patched).fused) == 1
+        torch.testing.assert_close(patched(X), expected)
+    assert takes(model) == 1
+
+
+class NoSubclass(Calls):
+    def __init_subclass__(cls) -> None:
+        raise TypeError("no")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x))
+
+
+class Raises(Calls):
+    @property
+    def unready(self) -> nn.Module:
+        raise RuntimeError("not yet")
+
+    def forward(self, x: Tensor, now: bool = False) -> Tensor:
+        if now:
+            return self.unready(x)
+        return self.act(self.norm(x))
+
+
+def test_classes_that_refuse() -> None:
+    (skipped,) = check_left(NoSubclass(), image())
+    assert skipped.reason == "NoSubclass.forward belongs to a class that allows no subclass"
+    check_fused(Raises(), image(), pairs=1, calls_made=1)
+
+
+class NormedConv(nn.Conv2d):
+    def __init__(self) -> None:
+        super().__init__(8, 8, 1)
+        self.norm, self.act = nn.GroupNorm(4, 8), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.conv2d(x, self.weight, self.bias)
+        return self.act(self.norm(x))
+
+
+def test_parametrizations() -> None:
+    """They come and go with a class on top of the module's."""
+    model, X = NormedConv(), image()
+    gn_override.fuse(model)
+    nn.utils.parametrizations.weight_norm(model)
+    kind, expected = type(model), model(X)
+    assert gn_override.fuse(model) == gn_override.Fusion(fused=(), skipped=())
+    assert type(model) is kind and torch.equal(model(X), expected) and takes(model) == 1
+    nn.utils.parametrize.remove_parametrizations(model, "weight")
+    torch.testing.assert_close(model(X), expected)
+    nn.utils.parametrizations.weight_norm(first := NormedConv())
+    (skipped,) = check_left(first, X)
+    assert skipped.reason == (
+        "ParametrizedNormedConv.forward belongs to a module with parametrizations"
+    )
+
+
+def test_a_class_of_ones_own_on_top() -> None:
+    model, X = NormedConv(), image()
+    gn_override.fuse(model)
+
+    class Mine(type(model)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x)) + 100
+
+    model.__class__ = Mine
+    expected = model(X)
+    assert len(gn_override.fuse(model).fused) == 1
+    torch.testing.assert_close(model(X), expected)
+    assert isinstance(model, Mine) and takes(model) == 1
 
 
 def test_parametrized_norm() -> None:

@@ -11,6 +11,7 @@ backward to X, gamma and beta. Of each
 
 A figure is in microseconds a call: calls run back to back in batches, the device is synchronised
 before and after a batch and only the calls are timed, and the median is taken over the batches.
+All rows take turns, round by round, so that none is the first.
 A batch is short enough for its launches to fit the device's queue, so that nothing waits. The two
 processes take turns, batch by batch; a ratio to stock is the median over the rounds, so that a
 change of the clock between rounds does not count.
@@ -124,17 +125,21 @@ def measure(device: str, seconds: float) -> list[dict[str, Any]]:
         server.send((layout, name, variant))
         return float(server.recv())
 
-    rows = []
-    for layout in LAYOUTS:
-        for name in CALLS:
-            rounds: list[dict[str, float]] = []
-            end = time.perf_counter() + seconds * len(VARIANTS)
-            while len(rounds) < 2 or time.perf_counter() < end:
-                rounds.append({v: microseconds(layout, name, v) for v in VARIANTS})
-            rows.append({"layout": layout, "call": name} | figures(rounds[1:]))
+    rounds: dict[tuple[str, str], list[dict[str, float]]] = {
+        (layout, name): [] for layout in LAYOUTS for name in CALLS
+    }
+    number = 0
+    end = time.perf_counter() + seconds * len(VARIANTS) * len(rounds)
+    while number < 2 or time.perf_counter() < end:
+        for (layout, name), of_row in rounds.items():
+            of_row.append({v: microseconds(layout, name, v) for v in VARIANTS})
+        number += 1
     for server in servers.values():
         server.send(None)
-    return rows
+    return [
+        {"layout": layout, "call": name} | figures(of_row[1:])
+        for (layout, name), of_row in rounds.items()
+    ]
 
 
 def within_limit(row: Mapping[str, Any], name: str) -> bool:
