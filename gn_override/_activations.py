@@ -70,8 +70,8 @@ def of_call(function: Any, /, *args: Any, **kwargs: Any) -> str | None:
 
 def is_pytorchs(kind: type[nn.Module]) -> bool:
     """Whether a call of such a module runs what PyTorch wrote, and no patch of it."""
-    written = kind.forward.__module__.startswith("torch.nn.modules.")
-    return written and kind.__call__ is nn.Module.__call__
+    written_in = str(getattr(kind.forward, "__module__", ""))
+    return written_in.startswith("torch.nn.modules.") and kind.__call__ is nn.Module.__call__
 
 
 def of_module(module: object) -> str | None:

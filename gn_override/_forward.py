@@ -392,8 +392,7 @@ class _Writer(ast.NodeTransformer):
         node.test = self.visit(node.test)
         for block, holds in ((node.body, True), (node.orelse, False)):
             self.branches.append((node.test, holds))
-            self.generic_visit(body := ast.Module(block, type_ignores=[]))
-            block[:] = body.body
+            self.generic_visit(ast.Module(block, type_ignores=[]))
             self.branches.pop()
         return node
 

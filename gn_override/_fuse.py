@@ -87,7 +87,8 @@ def fuse(model: nn.Module) -> Fusion:
             if not parts <= before:
                 if is_parametrized(caller):  # to be undone, it must be the last subclass
                     raise _forward.Unreadable("belongs to a module with parametrizations")
-                caller.__class__ = _fused_class(_unfused(type(caller)), parts)
+                kind = _unfused(type(caller))
+                caller.__class__ = _fused_class(kind, kind.forward, parts)
         except _forward.Unreadable as why:
             reason = f"{_unfused(type(caller)).__name__}.forward {why}"
             for norm in (caller, *caller.children()):
@@ -258,7 +259,7 @@ def _restore(kind: _Class, parts: frozenset[_forward.Part]) -> nn.Module:
     """A module without its state, to be fused like the one that was pickled."""
     module: nn.Module = kind.__new__(kind)
     try:
-        module.__class__ = _fused_class(kind, parts)
+        module.__class__ = _fused_class(kind, kind.forward, parts)
     except _forward.Unreadable:
         pass  # the source is elsewhere
     return module
@@ -281,13 +282,12 @@ def _parts_of(kind: _Class) -> frozenset[_forward.Part]:
     return owner._fused_parts if made_by_us else frozenset()
 
 
-def _fused_class(kind: _Class, parts: frozenset[_forward.Part]) -> _Class:
-    """The subclass whose forward hands these parts to run(). Raises Unreadable."""
-    return _made_class(kind, kind.forward, parts)
-
-
 @functools.cache
-def _made_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> _Class:
+def _fused_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> _Class:
+    """The subclass in whose forward, made from `source`, run() gets these parts.
+
+    Raises Unreadable.
+    """
     forward: Any = _run_all
     if source is not nn.Sequential.forward:
         forward = _forward.read(source).joined(parts, run)
