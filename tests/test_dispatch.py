@@ -420,6 +420,31 @@ def test_functorch(device: str, transform: str, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(function(*tensors), expected)
 
 
+@pytest.mark.parametrize("transform", ["grad", "grad of grad", "vjp", "jacrev"])
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=["NHWC", "NDHWC"])
+def test_layouts_inside_functorch(device: str, transform: str, shape: tuple[int, ...]) -> None:
+    """A result may be viewed inside a transform, so it has the layout that stock's has there.
+
+    Of [N, C, L], stock's is contiguous anywhere.
+    """
+    tensors = operands((1, *shape[1:]), device, requires_grad=False)
+    seen: list[tuple[int, ...]] = []
+
+    def watched(*operands: Tensor) -> Tensor:
+        Y = norm(*operands)
+        seen.append(Y.stride())
+        return Y
+
+    def strides() -> list[tuple[int, ...]]:
+        seen.clear()
+        results = TRANSFORMS[transform](watched)(*tensors)
+        return seen + [t.stride() for t in torch.utils._pytree.tree_leaves(results)]
+
+    ours = strides()
+    with override_off():
+        assert ours == strides()
+
+
 def test_fast_path_survives_functorch(device: str) -> None:
     """functorch leaves traces in the thread; they must not switch the kernels off."""
     tensors = operands((2, 6, 3, 5), device)

@@ -14,6 +14,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/group_norm_native.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 #include <array>
 #include <optional>
@@ -57,6 +58,12 @@ bool keeps_layout(const Tensor& X) {
   const auto format = X.suggest_memory_format();
   return format == at::MemoryFormat::ChannelsLast ||
       format == at::MemoryFormat::ChannelsLast3d;
+}
+
+// Of forward-mode AD, torch.func.jvp's among them. Inside another transform no
+// tensor tells that it has a tangent further out.
+bool inside_dual_level() {
+  return torch::autograd::ForwardADLevel::try_get_by_idx(/*idx=*/0) != nullptr;
 }
 
 // dY in the layout of X, for which keeps_layout() holds. By a permutation where
@@ -174,7 +181,7 @@ Tensor group_norm_composite(
   // tangent formula in turn does not take a channels-last tensor.
   if (is_dual(input) || is_dual(weight) || is_dual(bias) ||
       inside_functorch_transform()) {
-    return stock(input.contiguous());
+    return stock(inside_dual_level() ? input.contiguous() : input);
   }
   const c10::SymInt N = input.sym_size(0);
   const c10::SymInt C = input.sym_size(1);
