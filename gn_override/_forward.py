@@ -30,7 +30,6 @@ from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -214,7 +213,7 @@ class _Steps:
         called = self.globals.get(path[0], getattr(builtins, path[0], None))
         for name in path[1:]:
             called = getattr(called, name, None)
-        if called is F.group_norm or called is torch.group_norm:
+        if called is F.group_norm:
             keywords = {keyword.arg for keyword in call.keywords}
             plain = all(_path(value) or isinstance(value, ast.Constant) for value in extra)
             fit = len(extra) <= len(_GROUP_NORM_FIELDS) and keywords <= {*_GROUP_NORM_FIELDS}

@@ -480,6 +480,19 @@ class NormAct(nn.GroupNorm):
         return x
 
 
+class Unchecked(nn.GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+def test_torch_group_norm_is_no_step() -> None:
+    """It takes what F.group_norm refuses: one value for each channel."""
+    model, X = Unchecked(4, 4), lay_out(torch.randn(1, 4, 1, 1), "channels_last")
+    expected = model(X)
+    assert not gn_override.fuse(model).fused
+    assert torch.equal(model(X), expected)
+
+
 def test_norm_with_an_activation_of_its_own() -> None:
     fusion = check_fused(nn.Sequential(NormAct()), image(), pairs=1, calls_made=1)
     assert fusion.fused == (FusedPair("0", "0.act", "relu"),)
