@@ -139,6 +139,8 @@ def read_me() -> str:
     return (ROOT / "README.md").read_text()
 
 
+BRIEFLY = "--seconds", "0.01", "--no-check", "--folder", "."
+
 # By the beginning of the command; the first that fits.
 HOW: dict[str, Callable[[str, Path], None]] = {
     "python3 -m venv": by_ci(),
@@ -152,9 +154,8 @@ HOW: dict[str, Callable[[str, Path], None]] = {
     "python -m codegen": by_ci("python -m codegen --check"),
     "python tools/render_readme.py": tool("--check"),
     "python tools/bench.py --from": tool(),
-    "python tools/bench_cpu.py": tool(
-        "--seconds", "0.01", "--only", "cpu1", "--no-check", "--folder", "."
-    ),
+    "python tools/bench_cpu.py --cases model": tool(*BRIEFLY, "--only", "sd15_unet_2560_8x8"),
+    "python tools/bench_cpu.py": tool(*BRIEFLY, "--only", "cpu1"),
     "python tools/bench_host.py": needs_gpu(),
     "python tools/bench_models.py": needs_gpu(),
     "python tools/bench.py": needs_gpu(),
