@@ -15,6 +15,7 @@ _KNOWN = {Tensor, torch.nn.Parameter, FakeTensor, type(None)}
 # Looked up once: a call is a few microseconds.
 _is_enabled = torch.ops.gn_override.is_enabled.default
 _group_norm_act = torch.ops.gn_override.group_norm_act.default
+_transform = torch._C._functorch.maybe_current_level  # of torch.func
 
 
 def group_norm(
@@ -29,10 +30,10 @@ def group_norm(
 
     The norm is not rounded before the activation, and backward computes it again from the input:
     nothing is saved but the input, mean, rstd, weight and bias. An NCHW input goes to PyTorch's own
-    norm and activation, and so does every input while the override is off, and every subclass of
-    Tensor. ``torch.compile`` sees these two as well, and Inductor fuses them as it does in other
-    programs; what ``torch.export``, ``torch.jit.trace`` and ``torch.fx`` make of them runs without
-    this package.
+    norm and activation, and so does every input while the override is off or inside a transform of
+    ``torch.func``, and every subclass of Tensor. ``torch.compile`` sees these two as well, and
+    Inductor fuses them as it does in other programs; what ``torch.export``, ``torch.jit.trace`` and
+    ``torch.fx`` make of them runs without this package.
 
     Args:
         input: [N, C, *spatial], any dtype that F.group_norm takes.
@@ -53,6 +54,7 @@ def group_norm(
         activation == "identity"
         or torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or _transform() is not None
         or not {type(input), type(weight), type(bias)} <= _KNOWN
         or input.is_contiguous()
         or not _is_enabled()

@@ -223,6 +223,26 @@ def test_bad_input(shape: tuple[int, ...], groups: int, width: int) -> None:
     assert str(actual.value) == str(expected.value)
 
 
+def test_inside_a_transform(device: str) -> None:
+    """Stock's layouts."""
+    X = image(device)
+
+    def strides_of(norm: Callable[..., Tensor]) -> list[tuple[int, ...]]:
+        strides = []
+
+        def loss(x: Tensor) -> Tensor:
+            Y = norm(x)
+            strides.append(Y.stride())
+            return Y.square().sum()
+
+        dX = torch.func.grad(loss)(X)
+        return [*strides, dX.stride()]
+
+    ours = strides_of(lambda x: gn_override.functional.group_norm(x, 4, activation="silu"))
+    with override_off():
+        assert ours == strides_of(lambda x: F.silu(F.group_norm(x, 4)))
+
+
 @pytest.mark.parametrize("batch", [0, 1])
 def test_small_inputs(batch: int) -> None:
     X = lay_out(torch.randn(batch, 8, 2, 1), "channels_last")
