@@ -45,7 +45,7 @@ KERNELS = sorted((ROOT / "native" / "launch").glob("*.cu"))
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # DType of problem.h
 SCHEMES = ("aten", "registers", "resident", "cooperative", "two_pass")  # Scheme
-MULTIPROCESSORS = 6
+CODES = ("9.0", "8.0")  # emulator::Code
 
 # Few elements: a thread that waits costs more than its sums.
 CASES = (
@@ -82,7 +82,7 @@ class Call(ctypes.Structure):
     _fields_ = (
         *fields("backward dtype param_dtype wide_statistics wide_output", ctypes.c_int64),
         *fields("N C HxW G activation", ctypes.c_int64),
-        *fields("alignment scheme columns splits threads sm_count seed", ctypes.c_int64),
+        *fields("alignment scheme columns splits threads code seed", ctypes.c_int64),
         *fields("eps", ctypes.c_double),
         *fields("dY X gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
     )
@@ -145,6 +145,7 @@ class Emulator:
         *,
         mask: Mask = ALL,
         activation: str = "identity",
+        code: str = "9.0",
         seed: int = 0,
     ) -> tuple[Results, tuple[str, str]]:
         """Forward and backward of channels-last inputs; results and both plans."""
@@ -190,7 +191,7 @@ class Emulator:
                 scheme=SCHEMES.index(pin.scheme),
                 splits=pin.splits,
                 threads=pin.threads,
-                sm_count=MULTIPROCESSORS,
+                code=CODES.index(code),
                 seed=seed,
                 eps=i.eps,
                 **pointers,
@@ -316,6 +317,22 @@ def test_activation(emulator, dtypes, pin, activation):
     inputs = away_from_kink(make_inputs(small_case(pin), "cpu", *dtypes), activation)
     results = run_twice(emulator, inputs, pin, activation=activation)
     assert_fused_parity(results, inputs, activation)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("pin", (Pin(), *SCHEMES_OPEN), ids=str)
+@pytest.mark.parametrize("name", ["bfloat16", "float"])
+def test_code_of_an_older_architecture(emulator, name, pin, case):
+    """Neither clusters nor programmatic launches: the emulator refuses both there."""
+    inputs = make_inputs(case, "cpu", *MIXED[name])
+    assert_parity(run_twice(emulator, inputs, pin, code="8.0"), inputs)
+
+
+def test_older_code_has_no_clusters(emulator):
+    inputs = make_inputs(CASES[0], "cpu", torch.float32)
+    emulator(inputs, Pin("resident", 2))
+    with pytest.raises(CannotPlanError):
+        emulator(inputs, Pin("resident", 2), code="8.0")
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

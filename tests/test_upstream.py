@@ -672,6 +672,7 @@ def test_text_of_the_pull_request(base):
         ratio = old["fwd_bwd"][provider] / row["fwd_bwd"]["gn_override"]
         assert line.endswith(f" {ratio:.2f}x |")
     assert "{{" not in text and "<!--" not in text
+    assert "holds forward 2x320x64x64," in text  # the first row of measured_cuda.h among these
     assert ("#111824" in text) == (base == "2.14")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -42,6 +43,7 @@ BEFORE = {
     "2.14": ("kernels-h200", "stock_channels_last"),
 }
 SWEEP = "sweep-h200"
+MEASURED_PLANS = render_readme.ROOT / "native" / "plan" / "measured_cuda.h"
 
 
 def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
@@ -59,6 +61,7 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
         "source of sweep": render_readme.source(sweep).strip(),
         "random shapes": str(sweep["summary"]["served"]),
     }
+    values["measured plans"], values["most without"] = measured_plans(after["rows"])
     for what in kernel_table.DIRECTIONS:
         values[f"before, {what}"] = kernel_table.over_copy(rows, what, provider)
         values[f"after, {what}"] = kernel_table.over_copy(after["rows"], what, kernel_table.OURS)
@@ -72,6 +75,29 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
         flags=re.DOTALL,
     )
     return re.sub(r"\{\{(.*?)\}\}", lambda match: values[match[1]], text)
+
+
+def measured_plans(rows: Sequence[kernel_table.Row]) -> tuple[str, str]:
+    """The rows with a plan of native/plan/measured_cuda.h, which is not staged, by direction; and
+    how many times as long the planner's own plan takes at most."""
+    plans = {
+        (direction, *map(int, sizes.split(", "))): float(share)
+        for direction, sizes, share in re.findall(
+            r"\{k(Forward|Backward), kIdentity, ([\d, ]+), \{.*?\}, ([\d.]+)\}",
+            MEASURED_PLANS.read_text(),
+        )
+    }
+    names: dict[str, list[str]] = {"Forward": [], "Backward": []}
+    most = 1.0
+    for row in rows:
+        N, C, *spatial = row["shape"]
+        for direction in names:
+            share = plans.get((direction, N, C, math.prod(spatial), row["groups"]))
+            if share is not None and row["dtype"] in ("float16", "bfloat16"):
+                names[direction].append("x".join(map(str, row["shape"])))
+                most = max(most, 1 / share)
+    held = "; ".join(f"{direction.lower()} {', '.join(of)}" for direction, of in names.items())
+    return held, f"{most:.2f}"
 
 
 def stage(

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 
 namespace gn_override::binding {
 
@@ -47,8 +48,10 @@ size_t index_of(const Problem& problem) {
 } // namespace
 
 const Plan& cached_plan(const Problem& problem, const Device& device) {
-  thread_local std::array<Entry, kEntries> entries;
-  Entry& entry = entries[index_of(problem)];
+  // On the heap: a thread that never asks has no room for them.
+  thread_local const auto entries =
+      std::make_unique<std::array<Entry, kEntries>>();
+  Entry& entry = (*entries)[index_of(problem)];
   if (entry.problem != problem || entry.device != device) {
     entry = {problem, device, make_plan(problem, device)};
   }

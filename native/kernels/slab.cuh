@@ -2,7 +2,6 @@
 // there.
 #pragma once
 
-#include "native/kernels/fast_divisor.cuh"
 #include "native/kernels/hardware.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/kernels/vector.cuh"

@@ -3,9 +3,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <type_traits>
+#include <algorithm>
 
 #include "native/kernels/reduce.cuh"
+#include "native/launch/launch_kernel.cuh"
 #include "native/launch/registers.h"
 #include "native/launch/resident.h"
 #include "native/launch/two_pass.h"
@@ -100,13 +101,19 @@ cudaError_t describe_device(Device& device) {
   get(minor_capability, cudaDevAttrComputeCapabilityMinor);
   get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   get(l2_bytes, cudaDevAttrL2CacheSize);
+  cudaFuncAttributes code;
   if (error == cudaSuccess) {
-    device.compute_capability = 10 * major_capability + minor_capability;
+    error = cudaFuncGetAttributes(&code, occupy);
+  }
+  if (error == cudaSuccess) {
+    // Kernels that the GPU has compiled of older PTX are those of an older GPU.
+    device.compute_capability =
+        std::min(10 * major_capability + minor_capability, code.ptxVersion);
     device.shared_memory_per_block = shared_bytes;
     device.l2_bytes = l2_bytes;
     device.clusters = {};
     device.clusters[1] = device.sm_count;
-    if (major_capability >= 9) {
+    if (device.compute_capability >= kClusterCode) {
       error = count_clusters(shared_bytes, device.clusters);
     }
   }

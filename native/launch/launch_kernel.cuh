@@ -32,18 +32,28 @@ struct LaunchShape {
 constexpr unsigned kPortableCluster = 8;
 constexpr int64_t kDefaultSharedBytes = 48 * 1024;
 
+// What code has to be compiled for to know clusters and programmatic launches.
+// A GPU of that capability may run what it has compiled of older PTX.
+constexpr int kClusterCode = 90;
+
 // Asks the driver once a kernel and device for what its launches may need.
+// code: what the kernel was compiled for, as 10 * major + minor; 0 where the
+// launch needs nothing.
 template <auto kKernel>
-cudaError_t allow_large_blocks(const LaunchShape& shape) {
+cudaError_t prepare(const LaunchShape& shape, int& code) {
+  code = 0;
   if (shape.shared_bytes <= kDefaultSharedBytes &&
-      shape.cluster <= kPortableCluster) {
+      shape.cluster <= kPortableCluster && !shape.overlaps_previous) {
     return cudaSuccess;
   }
   constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<bool>, kMaxDevices> done;
+  static std::array<std::atomic<int>, kMaxDevices> codes;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess || (device < kMaxDevices && done[device])) {
+  if (error == cudaSuccess && device < kMaxDevices) {
+    code = codes[device];
+  }
+  if (error != cudaSuccess || code != 0) {
     return error;
   }
   int most = 0;
@@ -59,17 +69,15 @@ cudaError_t allow_large_blocks(const LaunchShape& shape) {
         cudaFuncAttributeMaxDynamicSharedMemorySize,
         most - static_cast<int>(attributes.sharedSizeBytes));
   }
-  int capability = 0;
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(
-        &capability, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess && capability >= 9) {
+  if (error == cudaSuccess && attributes.ptxVersion >= kClusterCode) {
     error = cudaFuncSetAttribute(
         kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  if (error == cudaSuccess && device < kMaxDevices) {
-    done[device] = true;
+  if (error == cudaSuccess) {
+    code = attributes.ptxVersion;
+    if (device < kMaxDevices) {
+      codes[device] = code;
+    }
   }
   return error;
 }
@@ -79,7 +87,8 @@ cudaError_t launch_kernel(
     const LaunchShape& shape,
     cudaStream_t stream,
     Arguments... arguments) {
-  if (const cudaError_t error = allow_large_blocks<kKernel>(shape)) {
+  int code;
+  if (const cudaError_t error = prepare<kKernel>(shape, code)) {
     return error;
   }
   std::array<cudaLaunchAttribute, 3> attributes;
@@ -101,7 +110,7 @@ cudaError_t launch_kernel(
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
   }
-  if (shape.overlaps_previous) {
+  if (shape.overlaps_previous && code >= kClusterCode) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

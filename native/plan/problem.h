@@ -126,7 +126,9 @@ using ClusterCounts = std::array<int, 17>;
 struct Device {
   int threads = 1; // CPU: threads of the pool
   int sm_count = 0; // CUDA: multiprocessors
-  int compute_capability = 0; // CUDA: 10 * major + minor
+  // CUDA: 10 * major + minor; of what the kernels were compiled for if that is
+  // less.
+  int compute_capability = 0;
   int64_t shared_memory_per_block = 0; // CUDA: bytes, opt-in limit
   int64_t l2_bytes = 0; // CUDA
   ClusterCounts clusters = {}; // CUDA

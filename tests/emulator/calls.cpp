@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <exception>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 #include "emulator.h"
@@ -25,7 +26,7 @@ struct Call {
   int64_t alignment;
   // Pins, as in Problem's file.
   int64_t scheme, columns, splits, threads;
-  int64_t sm_count;
+  int64_t code; // emulator::Code
   int64_t seed;
   double eps;
   const void* dY;
@@ -60,15 +61,11 @@ Problem problem_of(const Call& call) {
   return problem;
 }
 
-// As many clusters of any size as the multiprocessors would hold.
 Device device_of(const Call& call) {
+  emulator::use(static_cast<emulator::Code>(call.code));
   Device device;
-  device.sm_count = static_cast<int>(call.sm_count);
-  device.compute_capability = 90;
-  device.shared_memory_per_block = 227 * 1024;
-  device.l2_bytes = 1 << 20;
-  for (int size = 1; size < static_cast<int>(device.clusters.size()); ++size) {
-    device.clusters[size] = std::max(1, device.sm_count / size);
+  if (describe_device(device) != cudaSuccess) {
+    throw std::runtime_error("describe_device() failed");
   }
   device.pins.scheme = static_cast<Scheme>(call.scheme);
   device.pins.columns = static_cast<int>(call.columns);

@@ -84,6 +84,7 @@ struct Block {
 };
 
 std::mt19937_64 generator;
+Code current_code = Code::k90;
 const std::function<void()>* kernel;
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<Fiber*> ready;
@@ -241,18 +242,29 @@ void seed(uint64_t value) {
   generator.seed(value);
 }
 
+void use(Code code) {
+  current_code = code;
+}
+
 cudaError_t launch(
     const cudaLaunchConfig_t& config,
     const std::function<void()>& of_thread) {
   unsigned of_cluster = 1;
   bool cooperative = false;
+  bool programmatic = false;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     if (attribute.id == cudaLaunchAttributeClusterDimension) {
       of_cluster = attribute.val.clusterDim.x;
     } else if (attribute.id == cudaLaunchAttributeCooperative) {
       cooperative = attribute.val.cooperative != 0;
+    } else if (
+        attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      programmatic = attribute.val.programmaticStreamSerializationAllowed != 0;
     }
+  }
+  if (current_code == Code::k80 && (of_cluster > 1 || programmatic)) {
+    throw std::runtime_error("the kernel's code does not know such a launch");
   }
   if (config.gridDim.x == 0 || config.gridDim.x % of_cluster != 0 ||
       config.blockDim.x == 0 || config.blockDim.x > 1024 ||
@@ -406,18 +418,25 @@ void wait_for_bytes(uint64_t*) {
 
 } // namespace emulator
 
-// -- the runtime library, of a device of compute capability 9.0
-// ----------------
+// -- the runtime library ---------------------------------------------------
 
 extern "C" {
 
+static constexpr int kMultiprocessors = 6;
+
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = static_cast<int>(emulator::current_code);
   return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = kMultiprocessors;
+      return cudaSuccess;
+    case cudaDevAttrL2CacheSize:
+      *value = 1 << 20;
+      return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = emulator::kMostSharedBytes;
       return cudaSuccess;
@@ -434,6 +453,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
+  attributes->ptxVersion =
+      emulator::current_code == emulator::Code::k80 ? 80 : 90;
   return cudaSuccess;
 }
 
@@ -441,9 +462,13 @@ cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 
-cudaError_t
-cudaOccupancyMaxActiveClusters(int*, const void*, const cudaLaunchConfig_t*) {
-  return cudaErrorNotSupported;
+cudaError_t cudaOccupancyMaxActiveClusters(
+    int* clusters,
+    const void*,
+    const cudaLaunchConfig_t* config) {
+  const unsigned size = config->attrs[0].val.clusterDim.x;
+  *clusters = std::max(1, kMultiprocessors / static_cast<int>(size));
+  return cudaSuccess;
 }
 
 cudaError_t cudaGetLastError() {

@@ -8,4 +8,10 @@ namespace emulator {
 // Of the order in which threads run.
 void seed(uint64_t value);
 
+// The device that runs what follows. Both are GPUs of capability 9.0; the
+// second has compiled the kernels of PTX for 8.0, which knows neither clusters
+// nor programmatic launches.
+enum class Code { k90, k80 };
+void use(Code code);
+
 } // namespace emulator
