@@ -482,6 +482,7 @@ WRONG = {
     "matrix bias": lambda x, w: (x, 2, w, w[None]),
     "one dimension": lambda x, w: (x.flatten(), 2, w, w),
     "integers": lambda x, w: (x.long(), 2, None, None),
+    "float8": lambda x, w: (x.to(torch.float8_e4m3fn), 2, None, None),
     "half weight": lambda x, w: (x, 2, w.half(), w.half()),
     "double weight": lambda x, w: (x, 2, w.double(), w.double()),
     "two dtypes": lambda x, w: (x, 2, w, w.double()),

@@ -76,6 +76,13 @@ def norm(X: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> 
     return F.group_norm(X, GROUPS, gamma, beta)
 
 
+def norm_silu(X: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None) -> Tensor:
+    return gn_override.functional.group_norm(X, GROUPS, gamma, beta, activation="silu")
+
+
+FUNCTIONS = pytest.mark.parametrize("function", [norm, norm_silu])
+
+
 def given(tensors: Operands) -> list[Tensor]:
     return [t for t in tensors if t is not None]
 
@@ -324,6 +331,102 @@ def test_parameter_changed_before_backward(device: str) -> None:
         copy.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         Y.sum().backward()
+
+
+def gradients(tensors: Operands) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.grad for tensor in tensors]
+
+
+class Stop(torch.autograd.Function):
+    """The identity, whose gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, Y: Tensor) -> Tensor:
+        return Y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> None:
+        return None
+
+
+@FUNCTIONS
+def test_no_gradient_is_none(device: str, function: Callable[..., Tensor]) -> None:
+    tensors = operands((2, 6, 3, 5), device)
+    Stop.apply(function(*tensors)).sum().backward()  # type: ignore[no-untyped-call]
+    assert gradients(tensors) == [None, None, None]
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("frozen", [{0}, {1}, {2}, {1, 2}, {0, 1, 2}], ids=str)
+@pytest.mark.filterwarnings("ignore:Using backward.*create_graph:UserWarning")
+def test_operand_frozen_after_the_forward(
+    device: str, function: Callable[..., Tensor], frozen: set[int]
+) -> None:
+    """Its gradient is dropped, also where the others are differentiated again."""
+    found = []
+    tensors = operands((2, 6, 3, 5), device)
+    for switch in (override_off, contextlib.nullcontext):
+        leaves = tuple(t.detach().clone().requires_grad_() for t in given(tensors))
+        with switch():
+            Y = function(*leaves)
+            for i in frozen:
+                leaves[i].requires_grad_(False)
+            Y.cos().sum().backward(create_graph=True)
+            first = gradients(leaves)
+            again = sum(g.square().sum() for g in first if g is not None and g.requires_grad)
+            if isinstance(again, Tensor):
+                again.backward()
+            found.append((*first, *gradients(leaves)))
+    for actual, expected in zip(*found[::-1], strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("which", ["X", "gamma"])
+@pytest.mark.parametrize("shape", [(2, 6, 4, 5), (2, 6, 7)], ids=["NHWC", "NLC"])
+def test_view_changed_before_backward(
+    device: str, function: Callable[..., Tensor], which: str, shape: tuple[int, ...]
+) -> None:
+    """Stock makes a copy of what is not dense, and may therefore lose the original."""
+    X, gamma, beta = operands(shape, device)
+    base = torch.randn(12, dtype=torch.double, device=device)
+    if which == "X":
+        base = operands((2, 12, *shape[2:]), device, requires_grad=False)[0]
+    view = base[:, :6] if which == "X" else base[::2]
+    fixed = (view, gamma, beta) if which == "X" else (X, view, beta)
+
+    def differentiate(*tensors: Tensor, lose: Tensor | None = None) -> tuple[Tensor, ...]:
+        loss = function(*tensors).cos().sum()
+        if lose is not None:
+            lose.zero_()
+        return torch.autograd.grad(loss, [t for t in tensors if t.requires_grad])
+
+    expected = stock_on_nchw(differentiate, fixed)
+    torch.testing.assert_close(differentiate(*fixed, lose=base), expected)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("how", ["whole", "slice"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["NLC", "NHWC", "NDHWC"])
+def test_training_on_what_inference_mode_made(
+    device: str, function: Callable[..., Tensor], how: str, shape: tuple[int, ...]
+) -> None:
+    """Frozen features: wherever stock has copies to save for backward, or more often."""
+    with torch.inference_mode():
+        features = operands((2, 12, *shape[2:]), device, requires_grad=False)[0]
+        X = features[:, :6]
+        if how == "whole":
+            X = X.clone(memory_format=torch.preserve_format)
+        assert X.is_inference() and (how == "slice" or is_channels_last(X))
+    _, gamma, beta = operands(shape, device)
+
+    def differentiate(X: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(X, *parameters).cos().sum(), parameters)
+
+    expected = stock_on_nchw(differentiate, (X.clone(), gamma, beta))
+    torch.testing.assert_close(differentiate(X, gamma, beta), expected)
 
 
 def test_saved_tensor_hooks_and_checkpoint(device: str) -> None:

@@ -98,7 +98,7 @@ void check_arguments(
          parameter->scalar_type() == param_type);
   };
   if (X.dim() < 2 || group <= 0 || X.sym_size(1) % group != 0 ||
-      !at::isFloatingType(type) ||
+      !(half || type == at::kFloat || type == at::kDouble) ||
       (param_type != type && !(half && param_type == at::kFloat)) ||
       !fits(gamma) || !fits(beta)) {
     at::group_norm(X, group, gamma, beta);
@@ -344,8 +344,14 @@ Result autograd_forward(
   }
   if (at::GradMode::is_enabled() &&
       (requires_grad(X) || requires_grad(gamma) || requires_grad(beta))) {
-    variable_list results =
-        ActivatedNorm::apply(X, gamma, beta, group, eps, activation, out_dtype);
+    variable_list results = ActivatedNorm::apply(
+        to_record(X),
+        to_record(gamma),
+        beta,
+        group,
+        eps,
+        activation,
+        out_dtype);
     return {results[0], results[1], results[2]};
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

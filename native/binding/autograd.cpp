@@ -66,19 +66,9 @@ bool inside_dual_level() {
   return torch::autograd::ForwardADLevel::try_get_by_idx(/*idx=*/0) != nullptr;
 }
 
-// dY in the layout of X, for which keeps_layout() holds. By a permutation where
-// no memory format says so: sequences have none, and vmap tells none.
-Tensor match_layout(const Tensor& dY, const Tensor& X) {
-  const bool is_batched = dY.key_set().has_any(
-      c10::DispatchKeySet(
-          {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched}));
-  return X.dim() == 3 || is_batched
-      ? dY.movedim(1, -1).contiguous().movedim(-1, 1)
-      : dY.contiguous(X.suggest_memory_format());
-}
-
 struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
   static constexpr bool is_traceable = true; // by compiled autograd
+  static constexpr size_t kArguments = 8; // of forward
 
   static Tensor forward(
       AutogradContext* ctx,
@@ -102,12 +92,16 @@ struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
     ctx->saved_data["group"] = group;
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["has_beta"] = defined(beta);
+    ctx->set_materialize_grads(false);
     return Y;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const variable_list saved = ctx->get_saved_variables();
     const Tensor& dY = grads[0];
+    if (!dY.defined()) {
+      return variable_list(kArguments);
+    }
+    const variable_list saved = ctx->get_saved_variables();
     const Tensor& X = saved[0];
     const Tensor& gamma = saved[1];
     const c10::SymInt N = ctx->saved_data["N"].toSymInt();
@@ -156,7 +150,7 @@ struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
               group,
               wanted);
     }
-    gradients.resize(8); // an undefined one for each other argument of forward
+    gradients.resize(kArguments); // undefined ones for the other arguments
     return gradients;
   }
 };
@@ -203,10 +197,17 @@ Tensor group_norm_composite(
       (requires_grad(input) || requires_grad(weight) || requires_grad(bias)) &&
       !c10::impl::tls_is_dispatch_key_excluded(
                             c10::DispatchKey::AutogradFunctionality);
-  return recorded
-      ? ChannelsLastNorm::apply(input, weight, bias, N, C, HxW, num_groups, eps)
-      : std::get<0>(at::native_group_norm_symint(
-            input, weight, bias, N, C, HxW, num_groups, eps));
+  return recorded ? ChannelsLastNorm::apply(
+                        to_record(input),
+                        to_record(weight),
+                        bias,
+                        N,
+                        C,
+                        HxW,
+                        num_groups,
+                        eps)
+                  : std::get<0>(at::native_group_norm_symint(
+                        input, weight, bias, N, C, HxW, num_groups, eps));
 }
 
 } // namespace gn_override::binding

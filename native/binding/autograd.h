@@ -9,6 +9,8 @@
 #include <array>
 #include <optional>
 
+#include "native/binding/classify.h"
+
 namespace gn_override::binding {
 
 inline bool defined(const std::optional<at::Tensor>& tensor) {
@@ -33,9 +35,40 @@ inline bool inside_functorch_transform() {
       tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
+// dY in the layout of X, which is ordered channels-last. By a permutation where
+// no memory format says so: sequences have none, and vmap tells none.
+inline at::Tensor match_layout(const at::Tensor& dY, const at::Tensor& X) {
+  const bool is_batched = dY.key_set().has_any(
+      c10::DispatchKeySet(
+          {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched}));
+  return X.dim() == 3 || is_batched
+      ? dY.movedim(1, -1).contiguous().movedim(-1, 1)
+      : dY.contiguous(X.suggest_memory_format());
+}
+
+// An operand as a backward is to save it: a copy of what is not dense, as stock
+// makes one, so that the operand may be changed in place meanwhile; and of a
+// channels-last inference tensor, which cannot be saved. A traced one is left.
+inline at::Tensor to_record(const at::Tensor& operand) {
+  if (operand.is_nested() || operand.layout() != at::kStrided ||
+      operand.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    return operand;
+  }
+  if (is_channels_last(operand)) {
+    return operand.is_inference() ? operand.clone() : operand;
+  }
+  return prefers_channels_last(operand) ? match_layout(operand, operand)
+                                        : operand.contiguous();
+}
+
+inline std::optional<at::Tensor> to_record(
+    const std::optional<at::Tensor>& operand) {
+  return defined(operand) ? std::optional(to_record(*operand)) : operand;
+}
+
 // The gradients of Y = norm(X, gamma, beta), a function of differentiable
-// operators, for double backward: undefined where they are not wanted. Runs the
-// function again.
+// operators, for double backward: undefined where they are not wanted, or where
+// the operand has been frozen since the forward. Runs the function again.
 template <typename Norm>
 torch::autograd::variable_list differentiable_backward(
     const at::Tensor& dY,
@@ -49,14 +82,18 @@ torch::autograd::variable_list differentiable_backward(
     if (operands[i].defined()) {
       operands[i] = operands[i].view_as(operands[i]);
     }
+    wanted[i] = wanted[i] && operands[i].requires_grad();
     if (wanted[i]) {
       inputs.push_back(operands[i]);
     }
   }
+  torch::autograd::variable_list gradients(3);
+  if (inputs.empty()) {
+    return gradients;
+  }
   const at::Tensor Y = norm(operands[0], operands[1], operands[2]);
   const torch::autograd::variable_list computed = torch::autograd::grad(
       {Y}, inputs, {dY}, /*retain_graph=*/true, /*create_graph=*/true);
-  torch::autograd::variable_list gradients(3);
   for (size_t i = 0, next = 0; i < 3; ++i) {
     if (wanted[i]) {
       gradients[i] = computed[next++];
