@@ -87,14 +87,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def _set(on: bool) -> bool:
     """Turn the switch, and return what it was."""
-    before: bool = torch.ops.gn_override.set_enabled(on)
-    if before != on:
-        # Fake strides follow the switch, and FakeTensorMode remembers the old ones.
-        _meta.switch_changed()
-        _inductor.switch_changed()
-    return before
+    return _inductor.turn(torch.ops.gn_override.set_enabled, on)
 
 
 def enable() -> None:

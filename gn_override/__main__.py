@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--activation", default="identity", help="fused with the norm: silu, ...")
     explain.add_argument("--backward", action="store_true", help="the backward of the call")
     explain.add_argument(
-        "--layout", choices=("channels_last", "contiguous"), default="channels_last"
+        "--layout",
+        choices=("channels_last", "contiguous"),
+        default="channels_last",
+        help="of the input; default %(default)s",
     )
 
     doctor = command(
@@ -136,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plot = _picture.path(options.plot) if options.plot else None
         except argparse.ArgumentTypeError as error:
             options.parser.error(f"--plot: {error}")
-        if options.seconds <= 0:
-            options.parser.error("--seconds: more than 0")
+        if not 0 < options.seconds < math.inf:
+            options.parser.error("--seconds: more than 0, and finite")
         return _bench.main(
             device=options.device, seconds=options.seconds, plot=plot, as_json=options.json
         )

@@ -32,9 +32,7 @@ def set_autocast(dtype: str) -> None:
     """
     if dtype not in MODES:
         raise ValueError(f"set_autocast() takes {' or '.join(map(repr, MODES))}, not {dtype!r}")
-    preserves = dtype == "preserve"
-    if torch.ops.gn_override.set_autocast_preserves(preserves) != preserves:
-        _inductor.switch_changed()
+    _inductor.turn(torch.ops.gn_override.set_autocast_preserves, dtype == "preserve")
 
 
 def mode() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gn_override import _autocast, _library
+from gn_override import _activations, _autocast, _library
 from gn_override.nn import GroupNorm
 
 # How often X, and backward dY, is read again after the first time, by rule of native/plan.
@@ -28,6 +28,9 @@ _AT_MOST = {"channels_last", "cooperative"}
 
 # Copy speed in bytes a second of the GPU that the planner takes where there is none: an H200.
 _MODEL_GPU_COPY = 4.2e12
+
+# Of X. What the planner multiplies it by, as for traffic and workspace, leaves it within int64.
+_MOST_BYTES = 2**58
 
 _DTYPES = {
     "float32": torch.float32,
@@ -127,7 +130,7 @@ def explain(
         weight: with a tensor, gamma [C] or None.
         bias: with a tensor, beta [C] or None.
         activation: "relu", "silu", "gelu" or "gelu_tanh" explains the operator that is fused with
-            it, group_norm_act; "identity" the plain norm.
+            it, group_norm_act; "identity" the plain norm, or the module with its own activation.
         backward: explain the backward of the call (to input, weight and bias; the incoming
             gradient is taken to have the input's layout) instead of the forward.
         measure_copy: time a copy of 64 MiB on the device (a few milliseconds, 128 MiB of memory,
@@ -135,16 +138,21 @@ def explain(
 
     Raises:
         TypeError: arguments that fit neither form.
-        ValueError: a device that is neither CPU nor CUDA; an unknown activation.
+        ValueError: a device that is neither CPU nor CUDA; an unknown activation, or another than
+            the module's own.
     """
+    _activations.check(activation)
     if isinstance(input_or_module, nn.GroupNorm):
         if input is None or num_groups is not None or weight is not None or bias is not None:
             raise TypeError("with a module, the call is explain(module, input=tensor)")
         x = input
         num_groups = input_or_module.num_groups
         weight, bias = input_or_module.weight, input_or_module.bias
-        if isinstance(input_or_module, GroupNorm):
-            activation = input_or_module.activation
+        own = input_or_module.activation if isinstance(input_or_module, GroupNorm) else "identity"
+        if own != "identity":
+            if activation not in ("identity", own):
+                raise ValueError(f"the module's own activation is {own}, not {activation}")
+            activation = own
     elif isinstance(input_or_module, Tensor):
         if num_groups is None or input is not None:
             raise TypeError("with a tensor, the call is explain(tensor, num_groups, ...)")
@@ -208,7 +216,8 @@ def explain_shape(
         measure_copy: as for explain().
 
     Raises:
-        ValueError: a shape, number of groups, dtype, device or activation outside the above.
+        ValueError: a shape, number of groups, dtype, device or activation outside the above, or
+            an input of more than 2**58 bytes.
     """
     param_dtype = param_dtype or dtype
     if device not in ("cpu", "cuda"):
@@ -225,6 +234,11 @@ def explain_shape(
         raise ValueError(
             "weight and bias have the input's dtype, or float32 with a half-precision input"
         )
+    tensor_bytes = N * C * HxW * dtype.itemsize
+    if tensor_bytes > _MOST_BYTES:
+        raise ValueError(f"the input is too large: {list(shape)} has more than 2**58 bytes")
+    # A tensor that is dense in both orders counts as NCHW.
+    channels_last = channels_last and HxW > 1 and C > 1
 
     answer = json.loads(
         torch.ops.gn_override.explain_shape(
@@ -236,17 +250,22 @@ def explain_shape(
             num_groups,
             _DTYPE_NAMES[dtype],
             _DTYPE_NAMES[param_dtype],
-            # A tensor that is dense in both orders counts as NCHW.
-            channels_last and HxW > 1 and C > 1,
+            channels_last,
             16,
             activation,
         )
     )
+    if channels_last and len(shape) > 5:  # which the planner does not see
+        answer |= {
+            "declined_by_binding": "channels-last inputs have 3 to 5 dimensions",
+            "declined": (),
+            "workspace_bytes": 0,
+        }
     return _explanation(
         answer,
         device=torch.device(device),
         backward=backward,
-        tensor_bytes=N * C * HxW * dtype.itemsize,
+        tensor_bytes=tensor_bytes,
         copied=False,
         measure_copy=measure_copy,
     )
@@ -264,8 +283,7 @@ def _explanation(
     """The planner's JSON as an Explanation."""
     copy_speed = None
     if device.type == "cpu":
-        threads = torch.get_num_threads()
-        name = f"CPU, {threads} thread" + ("s" if threads != 1 else "")
+        name = cpu_name()
     elif torch.cuda.is_available():
         name = torch.cuda.get_device_name(device)
     else:
@@ -301,6 +319,12 @@ def _explanation(
         workspace_bytes=answer.get("workspace_bytes", 0),
         copy_speed=copy_speed,
     )
+
+
+def cpu_name() -> str:
+    """The CPU, as all commands print it."""
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread" + ("s" if threads != 1 else "")
 
 
 def _call_text(x: Tensor, num_groups: int, backward: bool) -> str:

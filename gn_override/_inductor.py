@@ -24,6 +24,7 @@ imports this package.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -52,12 +53,13 @@ _CACHE_TAG = "-".join(
     ("gn_override", _library.build_info()["version"], *_library.build_info()["backends"])
 )
 
+_turning = threading.RLock()
 _wanted = True
 _tag = ""  # what cache_key_tag ends in now
 
 
 def install() -> None:
-    """Makes Inductor follow the switch from the first switch_changed() on."""
+    """Makes Inductor follow the switch from the first turn() on."""
     if _LOWERINGS in sys.modules:
         _inductor_loaded()
     else:
@@ -80,19 +82,61 @@ def set_inductor(enabled: bool) -> None:
 
     The choice is the process's and holds also while the override is switched off, when it has no
     effect. What is compiled already is compiled again on its next call.
+
+    Raises:
+        TypeError: not a bool.
     """
+    if not isinstance(enabled, bool):
+        raise TypeError(f"set_inductor() takes True or False, not {enabled!r}")
+    turn(_set_wanted, enabled)
+
+
+def _set_wanted(enabled: bool) -> bool:
     global _wanted
-    if enabled != _wanted:
-        _wanted = enabled
-        switch_changed()
+    before, _wanted = _wanted, enabled
+    return before
 
 
-def switch_changed() -> None:
-    """Makes Inductor follow the switch. To be called after each change of it.
+def turn(setter: Callable[[bool], bool], on: bool) -> bool:
+    """Sets what tracing follows, and makes it follow if that changes; returns what was before.
 
-    Graphs that torch.compile made before are dropped: who runs a call, and layouts that hold on
-    one side of the switch only, are built into them.
+    One thread at a time does so. Graphs that torch.compile made before are dropped: who runs a
+    call, and layouts that hold on one side of the switch only, are built into them. In a function
+    that is compiled itself, a change breaks the graph.
+
+    Args:
+        setter: of the switch, of set_inductor() or of set_autocast(); returns what was before.
+        on: what it is given.
+
+    Raises:
+        RuntimeError: inside torch.jit.trace or torch.export, which record no such change.
     """
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "gn_override's settings are the process's and no part of a traced or exported model: "
+            "change them outside of it"
+        )
+    if "torch._dynamo" not in sys.modules:
+        return _turn(setter, on)
+    before: bool = torch._dynamo.disable(_turn)(setter, on)
+    return before
+
+
+def _turn(setter: Callable[[bool], bool], on: bool) -> bool:
+    with _turning:
+        with torch._C._DisableTorchDispatch():  # or make_fx records the call
+            before = setter(on)
+        if before != on:
+            _meta.follow()
+            _follow()
+    # Not under our lock: this takes Dynamo's, and code that Dynamo runs under it may turn.
+    if before != on and "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    return before
+
+
+def _follow() -> None:
+    """Makes Inductor follow the switch."""
     global _tag
     active = is_active()
     theirs = torch.compiler.config.cache_key_tag.removesuffix(_tag)
@@ -103,8 +147,6 @@ def switch_changed() -> None:
     if _LOWERINGS in sys.modules:
         _set_decompositions(active)
         _set_pass(active)
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
 
 
 class _Decomposition:

@@ -33,15 +33,15 @@ _device_types = frozenset(_library.build_info()["backends"])
 
 
 def install() -> None:
-    """Puts the fake implementations in place; they answer from the first switch_changed() on."""
+    """Puts the fake implementations in place; they answer from the first follow() on."""
     fake_impls.register_op_impl(_FORWARD)(_fake_forward)
     fake_impls.register_op_impl(_BACKWARD)(_fake_backward)
     torch.library.register_fake("gn_override::group_norm_act", _fake_act)
     torch.library.register_fake("gn_override::group_norm_act_backward", _fake_act_backward)
 
 
-def switch_changed() -> None:
-    """Makes tracing follow the switch. To be called after each change of it."""
+def follow() -> None:
+    """Makes fake tensors follow the switch."""
     for op in (_FORWARD, _BACKWARD):
         # FakeTensorMode decomposes an operator before it asks its fake implementation, unless
         # it finds the operator here.
@@ -49,7 +49,7 @@ def switch_changed() -> None:
             meta_table[op] = decomposition_table[op]
         else:
             meta_table.pop(op, None)
-    FakeTensorMode.cache_clear()
+    FakeTensorMode.cache_clear()  # it remembers the old strides
 
 
 def _fake_forward(

@@ -246,6 +246,73 @@ def test_switches(device: str, by: str) -> None:
                 train(norm_silu, *tensors)
 
 
+def stock_inside(X: Tensor) -> Tensor:
+    with gn_override.disabled():
+        return F.group_norm(X, GROUPS) + 1
+
+
+@gn_override.disabled()
+def stock_throughout(X: Tensor) -> Tensor:
+    return F.group_norm(X, GROUPS) + 1
+
+
+def stock_between(X: Tensor) -> Tensor:
+    gn_override.disable()
+    Y = F.group_norm(X, GROUPS)
+    gn_override.enable()
+    return Y + 1
+
+
+CHANGES = (stock_inside, stock_throughout, stock_between)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("function", CHANGES)
+def test_changes_inside_compiled_code(
+    device: str, function: Callable[..., Tensor], backend: str
+) -> None:
+    """They break the graph, and happen when the code runs."""
+    X = lay_out(torch.randn(2, 6, 7, 5, device=device), "channels_last")
+    expected = function(X)
+    code = torch.compile(function, backend=backend)
+    for _ in range(2):
+        with expect_calls(device, None, None):
+            torch.testing.assert_close(code(X), expected)
+        assert gn_override.is_enabled()
+    with expect_calls(device, True, None):
+        F.group_norm(X, GROUPS)
+
+
+@pytest.mark.parametrize("function", CHANGES)
+def test_changes_that_cannot_be_recorded(function: Callable[..., Tensor]) -> None:
+    """An error, and nothing has changed."""
+    X = lay_out(torch.randn(2, 6, 7, 5), "channels_last")
+
+    class Model(nn.Module):
+        def forward(self, X: Tensor) -> Tensor:
+            return function(X)
+
+    def fullgraph() -> None:
+        torch.compile(function, backend="eager", fullgraph=True)(X)
+
+    def strict() -> None:
+        torch.export.export(Model(), (X,), strict=True)
+
+    for raises, match in (
+        (lambda: torch.jit.trace(function, X), "settings are the process's"),
+        (lambda: torch.export.export(Model(), (X,), strict=False), "settings are the process's"),
+        (strict, None),
+        (fullgraph, "disable"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            raises()
+        assert gn_override.is_enabled()
+    graph = make_fx(function)(X).graph
+    assert not [node for node in graph.nodes if "gn_override" in str(node.target)]
+    with expect_calls("cpu", True, None):
+        F.group_norm(X, GROUPS)
+
+
 def test_off_puts_the_tables_back() -> None:
     """Both tables of Inductor, entry by entry, in their order."""
     on = dict(decomposition.decompositions)

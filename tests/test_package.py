@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -66,6 +67,12 @@ def test_import_leaves_explain_report_and_demo_for_later(tmp_path):
         "gn_override.report\n"
         "assert 'gn_override._report' in sys.modules\n"
     )
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_dir_has_what_is_imported_later(tmp_path):
+    code = "import gn_override; assert {*gn_override.__all__} < {*dir(gn_override)}"
     result = python(code, tmp_path)
     assert result.returncode == 0, result.stderr
 
@@ -184,6 +191,37 @@ def test_switch_may_be_flipped_while_other_threads_run():
         thread.join()
     assert not errors
     assert gn_override.is_enabled()
+
+
+def test_switch_may_be_flipped_by_many_threads(request):
+    """Inductor follows it all the same, and what a program has set there stays."""
+    config = torch.compiler.config
+    before = config.cache_key_tag
+    request.addfinalizer(lambda: setattr(config, "cache_key_tag", before))
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def flip() -> None:
+        for _ in range(200):
+            gn_override.disable()
+            gn_override.enable()
+
+    threads = [threading.Thread(target=flip) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert config.cache_key_tag == before
+    gn_override.disable()
+    assert before.startswith(config.cache_key_tag) and "gn_override" not in config.cache_key_tag
+
+
+def test_set_inductor_takes_a_bool():
+    for wrong in ("False", 0, None):
+        with pytest.raises(TypeError, match=f"True or False, not {wrong!r}"):
+            gn_override.set_inductor(wrong)
+    assert gn_override.report().inductor is True
 
 
 # explain().
@@ -364,11 +402,42 @@ def test_explain_shape_for_cuda(backward):
         ((2, 64, 4), 32, {"dtype": torch.int32}, "dtype"),
         ((2, 64, 4), 32, {"param_dtype": torch.float64}, "float32"),
         ((2, 64, 4), 32, {"device": "tpu"}, "device"),
+        ((2_000_000_000, 2_000_000_000, 400_000_000, 4), 4, {}, "too large"),
+        ((2, 10**23, 4, 4), 4, {}, "too large"),
+        ((2**52, 2, 2**4), 2, {}, "too large"),
     ],
 )
 def test_explain_shape_refuses(shape, groups, options, why):
     with pytest.raises(ValueError, match=why):
         _explain.explain_shape(shape, groups, **options)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("shape", [(2**51, 2, 2**4), (2, 2**51, 2**4), (2, 2, 2**54)])
+def test_explain_shape_of_the_largest_inputs(shape, device, backward):
+    explanation = _explain.explain_shape(
+        shape, 2, device=device, dtype=torch.float32, backward=backward, activation="silu"
+    )
+    assert explanation.minimum_bytes == (3 if backward else 2) * 2**58
+    assert 0 <= explanation.workspace_bytes < 2**63
+
+
+@pytest.mark.parametrize("dimensions", [2, 3, 4, 5, 6, 7])
+@pytest.mark.parametrize("last", [True, False])
+def test_explain_shape_knows_the_layouts_that_are_served(dimensions, last):
+    shape = (2, 8, 3, 3, 3, 3, 3)[:dimensions]
+    x = torch.randn(shape)
+    if last:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    found = _explain.explain_shape(shape, 4, channels_last=last)
+    asked = gn_override.explain(x, 4)
+    before = taken()
+    F.group_norm(x, 4)
+    assert found.served == asked.served == (taken() > before) == (last and 3 <= dimensions <= 5)
+    assert found.served or not (found.workspace_bytes or found.moved_bytes or found.plan)
+    if last and dimensions > 5:
+        assert "3 to 5 dimensions" in str(found)
 
 
 def test_explain_shape_of_one_pixel_counts_as_nchw():
@@ -520,6 +589,7 @@ def test_command_line_explain(capsys):
         (["explain", "2x64x8x8"], "--groups"),
         (["explain", "2xx8", "--groups", "8"], "2x320x64x64"),
         (["explain", "2x64x8x8", "--groups", "7"], "divide"),
+        (["explain", "2x100000000000000000000x4x4", "--groups", "4"], "too large"),
         (["explain", "2x64x8x8", "--groups", "8", "--dtype", "int8"], "bf16"),
         (["nonsense"], "nonsense"),
     ],
@@ -627,7 +697,15 @@ def test_demo_fails_if_the_override_never_ran(quickest, monkeypatch, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_demo_says_that_there_is_no_gpu(capsys):
     assert main(["demo", "--device", "cuda"]) == 1
-    assert "no CUDA device" in capsys.readouterr().err
+    assert "no GPU here" in capsys.readouterr().err
+
+
+def test_demo_says_that_the_build_has_no_kernels_for_the_gpu(quickest, monkeypatch, capsys):
+    report = dataclasses.replace(gn_override.report(), backends=("cpu",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gn_override, "report", lambda: report)
+    assert main(["demo", "--device", "cuda"]) == 1
+    assert "that this build has kernels for" in capsys.readouterr().err
 
 
 @pytest.mark.cuda
