@@ -43,7 +43,7 @@ _NAMES: dict[Any, str] = {
 
 def check(activation: str) -> None:
     """Raises what the operators raise for an unknown activation: ValueError that lists them."""
-    if activation not in STOCK:
+    if not isinstance(activation, str) or activation not in STOCK:
         valid = ", ".join(STOCK)
         raise ValueError(f'gn_override: activation must be one of {valid}, got "{activation}"')
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gn_override
+from gn_override._explain import cpu_name
 
 Row = dict[str, Any]
 Step = Callable[[], Any]
@@ -238,6 +239,21 @@ def _check(of_provider: Mapping[str, Mapping[str, Step]]) -> Row:
     return {"checked": True}
 
 
+def choose_device(command: str, device: str | None) -> str | None:
+    """The device to run on, by default the GPU if there is one; None, and a line, if it is not."""
+    usable = torch.cuda.is_available() and "cuda" in gn_override.report().backends
+    device = device or ("cuda" if usable else "cpu")
+    if device == "cuda" and not usable:
+        print(f"{command}: there is no GPU here that this build has kernels for", file=sys.stderr)
+        return None
+    return device
+
+
+def device_name(device: str) -> str:
+    """ "cpu" or "cuda", as the commands print it."""
+    return torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+
+
 def say_if_busy() -> None:
     """Warn where other programs have the CPU: times then say little."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
@@ -289,14 +305,11 @@ def main(*, device: str | None, seconds: float, plot: Path | None, as_json: bool
         plot: where to draw the speed-ups.
         as_json: print JSON instead of the table.
     """
-    usable = torch.cuda.is_available() and "cuda" in gn_override.report().backends
-    device = device or ("cuda" if usable else "cpu")
-    if device == "cuda" and not usable:
-        print("bench: there is no GPU here that this build has kernels for", file=sys.stderr)
+    device = choose_device("bench", device)
+    if device is None:
         return 1
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     content = {
-        "device": name if device == "cuda" else f"{name}, {torch.get_num_threads()} threads",
+        "device": device_name(device),
         "torch": torch.__version__,
         "gn_override": gn_override.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

@@ -403,10 +403,8 @@ def main(*, device: str | None = None, quick: bool = False, as_json: bool = Fals
         quick: smaller networks and fewer rounds.
         as_json: print the rows as JSON instead of the table.
     """
-    available = torch.cuda.is_available()
-    device = device or ("cuda" if available and "cuda" in gn_override.report().backends else "cpu")
-    if device == "cuda" and not available:
-        print("demo: there is no CUDA device here; try --device cpu", file=sys.stderr)
+    device = _bench.choose_device("demo", device)
+    if device is None:
         return 1
 
     terminal = sys.stderr.isatty()
@@ -420,10 +418,9 @@ def main(*, device: str | None = None, quick: bool = False, as_json: bool = Fals
         elif "timing" not in text:
             print(text, file=sys.stderr, flush=True)
 
-    name = "CPU" if device == "cpu" else torch.cuda.get_device_name()
-    threads = f", {torch.get_num_threads()} threads" if device == "cpu" else ""
+    name = _bench.device_name(device)
     if not as_json:
-        print(f"{name}{threads}, torch {torch.__version__}, gn_override {gn_override.__version__}")
+        print(f"{name}, torch {torch.__version__}, gn_override {gn_override.__version__}")
 
     _bench.say_if_busy()
     rounds, seconds = (3, 2.0) if quick else (15, 10.0)

@@ -5,6 +5,7 @@ Imported before the extension is loaded: it has to speak where that fails.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -57,7 +58,8 @@ def main(*, modules: Sequence[str] = (), as_json: bool = False) -> int:
     """Print every check, and return 0 if all are ok, 1 otherwise.
 
     Args:
-        modules: imported first, as a program does that uses them beside this package.
+        modules: imported before the dispatcher is looked at, as a program does that uses them
+            beside this package; what they print goes to stderr.
         as_json: print JSON instead of text.
     """
     checks = list(examine(modules))
@@ -206,7 +208,8 @@ def _dispatcher(modules: Sequence[str]) -> Iterator[Check]:
 
     for module in modules:
         try:
-            importlib.import_module(module)
+            with contextlib.redirect_stdout(sys.stderr):
+                importlib.import_module(module)
         except Exception as error:  # whatever a package raises
             found = f"import {module}: {type(error).__name__}: {error}"
             yield Check("import", False, found, f"leave out --import {module}, or mend {module}")

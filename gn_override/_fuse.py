@@ -11,8 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import is_parametrized
@@ -49,7 +51,10 @@ class Fusion:
 
     def __str__(self) -> str:
         lines = [f"fused: {len(self.fused)}"]
-        lines += [f"  {pair.norm} + {pair.activation} ({pair.kind})" for pair in self.fused]
+        lines += [
+            f"  {pair.norm or 'the model itself'} + {pair.activation} ({pair.kind})"
+            for pair in self.fused
+        ]
         lines.append(f"skipped: {len(self.skipped)}")
         lines += [f"  {norm.norm or 'the model itself'}: {norm.reason}" for norm in self.skipped]
         return "\n".join(lines)
@@ -78,7 +83,8 @@ def fuse(model: nn.Module) -> Fusion:
     done: set[nn.Module] = set()
     reasons: dict[nn.Module, str] = {}
     for name, caller in names.items():
-        if not any(isinstance(child, nn.GroupNorm) for child in caller.modules()):
+        below = any(isinstance(child, nn.GroupNorm) for child in caller.modules())
+        if not below and not _names_group_norm(type(caller)):
             continue
         try:
             pairs = list(_pairs(caller))
@@ -146,6 +152,17 @@ class _Pair:
     is_module: bool
     kind: str
     obstacle: str | None
+
+
+def _names_group_norm(kind: _Class) -> bool:
+    """Whether the forward of a class may call F.group_norm, without a look at its source."""
+    forward = getattr(_unfused(_owner(kind)), "forward", None)
+    if not isinstance(forward, FunctionType):
+        return False
+    return any(
+        name == "group_norm" or forward.__globals__.get(name) is F.group_norm
+        for name in forward.__code__.co_names
+    )
 
 
 def _pairs(caller: nn.Module) -> Iterator[_Pair]:

@@ -26,14 +26,17 @@ STYLE: Any = {
 
 
 def path(text: str) -> Path:
-    """The argument of --plot: a path that ends in .svg or .png."""
+    """The argument of --plot: a path that ends in .svg or .png, in a folder that is there."""
     if not text.endswith((".svg", ".png")):
         raise argparse.ArgumentTypeError("a picture's name ends in .svg or .png")
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
             "a picture needs matplotlib, the extra gn_override[plot]: pip install matplotlib"
         )
-    return Path(text)
+    target = Path(text)
+    if not target.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {target.parent}")
+    return target
 
 
 def bars(panels: Mapping[str, Sequence[tuple[str, float]]], caption: str, target: Path) -> None:

@@ -11,6 +11,9 @@ from gn_override import _activations
 
 # Other classes, and what stands for a tensor in a trace, know PyTorch's operators alone.
 _KNOWN = {Tensor, torch.nn.Parameter, FakeTensor, type(None)}
+# Of others F.group_norm knows whether it takes them.
+_INTEGERS = {int, torch.SymInt}
+_NUMBERS = {float, int}
 
 # Looked up once: a call is a few microseconds.
 _is_enabled = torch.ops.gn_override.is_enabled.default
@@ -59,6 +62,8 @@ def group_norm(
         or input.is_contiguous()
         or not _is_enabled()
         # What F.group_norm refuses before it calls an operator is among these.
+        or type(num_groups) not in _INTEGERS
+        or type(eps) not in _NUMBERS
         or input.dim() < 2
         or num_groups <= 0
         or input.numel() < 2 * num_groups

@@ -14,6 +14,7 @@ from shapes import CPU_CASES, KERNEL_CASES
 import gn_override
 from gn_override import _bench
 from gn_override.__main__ import main
+from gn_override._explain import explain_shape
 
 SMALL = _bench.Case("small", (2, 8, 3, 5), "float32", 4)
 ROW = {
@@ -119,7 +120,10 @@ def test_a_wrong_row_is_said_and_fails(fault, one_row, monkeypatch, capsys):
     ("arguments", "why"),
     [
         (["--plot", "bars.jpg"], ".svg or .png"),
+        (["--plot", "no such folder/bars.svg"], "no folder no such folder"),
         (["--seconds", "0"], "more than 0"),
+        (["--seconds", "nan"], "more than 0"),
+        (["--seconds", "inf"], "finite"),
         (["--device", "tpu"], "tpu"),
     ],
 )
@@ -134,6 +138,12 @@ def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--plot", "bars.svg"])
     assert "gn_override[plot]" in capsys.readouterr().err
+
+
+def test_the_cpu_is_said_as_by_explain(monkeypatch):
+    for threads, said in ((1, "CPU, 1 thread"), (3, "CPU, 3 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert _bench.device_name("cpu") == explain_shape((2, 8, 4), 4).device == said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

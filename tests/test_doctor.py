@@ -239,6 +239,7 @@ def test_another_package_on_top(tmp_path, installed):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
         "import torch\n"
+        "print('a banner')\n"
         "lib = torch.library.Library('aten', 'IMPL')\n"
         "lib.impl('native_group_norm', lambda *a: None, 'CPU')\n"
     )
@@ -254,6 +255,7 @@ def test_another_package_on_top(tmp_path, installed):
         timeout=300,
     )
     assert result.returncode == 1, result.stderr
+    assert "a banner" in result.stderr
     checks = {check["name"]: check for check in json.loads(result.stdout)}
     wrong = checks["dispatcher"]
     assert not wrong["ok"] and "elsewhere has taken native_group_norm on CPU" in wrong["found"]
