@@ -355,6 +355,7 @@ def test_readme_renders_every_row(tmp_path, monkeypatch):
     (tmp_path / "models-x.json").write_text(json.dumps(head | {"rows": [row, slower, failed]}))
     text = "a\n<!-- results: models-x -->\nold\n<!-- end results -->\nb\n"
     rendered = render_readme.render(text, tmp_path)
+    assert "command not recorded: net, slow, bad" in rendered  # of another commit than the head
     assert "| net | 10 | 5 | 2.00x | 8 | 4 | 4.5 | - |" in rendered
     assert "| slow | 10 | 20 | 0.50x |" in rendered and "parity failed" in rendered
     assert "| slow | 0 | 1 | 2 | 3 | 4 | 5 | 6 |" in rendered
@@ -389,6 +390,7 @@ def test_the_first_screen_has_its_order():
 
 def test_pre_commit_runs_what_ci_runs():
     yaml = pytest.importorskip("yaml")
+    assert '"pre-commit"' in (ROOT / "pyproject.toml").read_text()
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     ci = (ROOT / ".ci" / "run").read_text()
     for hook in repo["hooks"]:

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import bench
 import bench_host
+import bench_models
 import convergence
 import counters
 import kernel_table
@@ -218,6 +218,7 @@ def test_draws_a_results_file(tmp_path):
         (["--providers", "stock_nchw"], "--providers: gn_override"),
         (["--from", "x.json", "--output", "y"], "not allowed with"),
         (["--from", "x.json", "--plot", "y.jpg"], ".svg or .png"),
+        (["--from", "x.json"], "there is no file x.json"),
         (["--activation", "identity"], "invalid choice: 'identity'"),
         (["--activation", "silu", "--plot", "y.svg"], "there is no picture"),
     ],
@@ -243,7 +244,7 @@ def test_measuring_without_a_gpu_says_so(monkeypatch, capsys):
 
 
 def test_arguments_choose_cases_and_providers():
-    arguments = bench.parse(["--from", "x", "--only", "vae,rn2", "--dtype", "float32"])
+    arguments = bench.parse(["--from", str(MEASURED), "--only", "vae,rn2", "--dtype", "float32"])
     assert [case.id for case in arguments.cases] == ["vae-float32", "rn2-float32"]
     assert arguments.providers == list(bench.NAMES)
 
@@ -763,6 +764,7 @@ def test_shapes_of_the_command_line_are_rendered_briefly():
     )
     shapes = ",".join([case.name] * 40)
     content = dict.fromkeys(("gpu", "driver", "cuda", "torch", "commit", "date"), "?")
+    content["rows"] = [{}]
     shown = render_readme.source(content | {"command": f"tune.py --shapes {shapes} --best 3"})
     assert len(shown) < 200
     assert "`tune.py --shapes 2x320x8x8:32:bfloat16,2x320" in shown
@@ -856,12 +858,39 @@ def test_counters_that_are_not_there_are_an_error(log, why):
         counters.rows([SMALL], log)
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_tune_without_nvcc_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match="set CUDA_HOME"):
+        tune.nvcc()
+
+
+@pytest.mark.skipif(tune.find_nvcc() is None, reason="there is no nvcc")
 def test_tune_compiles(tmp_path):
     compiler = [tune.nvcc(), "-std=c++20", "-arch=sm_90", f"-I{results.ROOT}", "-c"]
     source, target = results.ROOT / "tools" / "tune.cu", tmp_path / "tune.o"
     subprocess.run([*compiler, str(source), "-o", str(target)], check=True)
     assert target.exists()
+
+
+# Whole models.
+
+
+def test_a_good_row_beside_a_failed_one_is_not_timed():
+    good = bench_models.Row("good", calls=1, error_override=0.0, error_bound=1.0)
+    bad = bench_models.Row("bad")
+    printed = bench_models.table([good, bad]).splitlines()
+    assert "good not timed" in printed[1] and "PARITY FAILED" in printed[2]
+    rows = [vars(row) | {"parity": row.parity, "commit": "abc"} for row in (good, bad)]
+    shown = render_readme.models({"rows": rows})
+    assert "| good | not timed | - |" in shown and "| bad | parity failed | - |" in shown
+
+
+def test_batch_norm_is_not_called_a_bound():
+    row = bench_models.Row("net", floor="resnet50 with BatchNorm")
+    rows = [vars(row) | {"parity": False, "commit": "abc"}]
+    assert "a comparison, not a bound" in render_readme.models({"rows": rows})
+    rows[0]["floor"] = "the model without its GroupNorms"
+    assert "not a bound" not in render_readme.models({"rows": rows})
 
 
 # --- convergence, verification ---------------------------------------------------------------
@@ -940,7 +969,7 @@ def test_a_level_that_counts_its_calls(tmp_path, monkeypatch):
 
 def test_the_soak_is_of_more_calls_than_a_network_makes_in_an_hour():
     rows = json.loads((results.RESULTS / "models-h200.json").read_text())["rows"]
-    for row in (row for row in rows if row["parity"]):
+    for row in (row for row in rows if row["times"]):
         steps = 3600e3 / row["times"]["override"]
         assert steps * row["calls"] < verify_gpu.HOUR_OF_CALLS, row["name"]
     soak = next(level for level in verify_gpu.levels("cuda") if level.name == "soak")
@@ -963,6 +992,13 @@ def test_a_level_that_runs_alone_runs_last(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["verify_gpu.py", *options])
     assert verify_gpu.main() == 0
     assert sorted(order) == ["faults", "soak", "torch"] and order[-1] == "soak"
+
+
+def test_no_jobs_are_a_wrong_argument(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["verify_gpu.py", "faults", "--device", "cpu", "--jobs", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        verify_gpu.main()
+    assert "--jobs: 1 or more" in capsys.readouterr().err
 
 
 def test_a_level_without_its_sanitizer(monkeypatch):

@@ -286,6 +286,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--providers: gn_override, and any of {', '.join(NAMES[1:])}")
     if arguments.activation and (arguments.plot or arguments.roofline):
         parser.error("--activation: there is no picture of it")
+    if arguments.source and not arguments.source.is_file():
+        parser.error(f"--from: there is no file {arguments.source}")
     if arguments.source is None and not (
         torch.cuda.is_available() and importlib.util.find_spec("triton")
     ):

@@ -8,7 +8,8 @@
 Models have random weights: nothing is downloaded. Before a row is timed, outputs (training: loss
 and gradients) are compared with the same model in float32: the override's relative error may be
 1.1x stock's, which measures how much a model amplifies a change in rounding, plus one unit in the
-last place. A row that fails is not timed, and the exit status is 1.
+last place. A row that fails is not timed, nor are those that would be timed with it, and the exit
+status is 1.
 
 Each model has rows of its own for `gn_override.fuse(model)`: the override's column is then the
 model with its norms and activations fused. Models for inference have one compiled as a whole graph,
@@ -16,7 +17,8 @@ where the pass over that graph fuses them: stock is Inductor's own norm. What is
 there, tools/neighbours.py counts.
 
 Two columns say what is left to win: the floor, where each norm, and what is fused with it, returns
-its input; and "copies", where it copies its input.
+its input; and "copies", where it copies its input. The floor of resnet50_gn is resnet50 with
+BatchNorm: a comparison, not a bound.
 
 Times are medians in milliseconds, the variants taken in turns; GPU times come from events. Rows of
 the results file that were not measured again stay, with their own commit.
@@ -79,7 +81,7 @@ class Row:
     """One line of the table; times in milliseconds, by variant."""
 
     name: str
-    times: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)  # empty: not timed
     floor: str = ""  # what the variant "floor" is
     peak_gb: dict[str, float] = field(default_factory=dict)
     error_stock: float = float("nan")  # against float32, relative l2
@@ -593,6 +595,9 @@ def table(rows: Sequence[Row]) -> str:
                 f"{row.name:<{width}} PARITY FAILED: error {row.error_override:.2e}, "
                 f"bound {row.error_bound:.2e}, {row.calls} calls taken"
             )
+            continue
+        if not row.times:
+            lines.append(f"{row.name:<{width}} not timed: a row beside it failed")
             continue
         t = row.times
         peak = " / ".join(f"{row.peak_gb[k]:.2f}" for k in ("stock", "override") if row.peak_gb)

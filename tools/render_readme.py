@@ -84,8 +84,9 @@ def models(content: dict[str, Any]) -> str:
     marks = {note: r"\*" * (place + 1) for place, note in enumerate(given)}
     rows = []
     for row in content["rows"]:
-        if not row["parity"]:
-            rows.append([row["name"], "parity failed", *["-"] * (len(_LIMITS) + 4), row["commit"]])
+        if not row["times"]:
+            why = "not timed" if row["parity"] else "parity failed"
+            rows.append([row["name"], why, *["-"] * (len(_LIMITS) + 4), row["commit"]])
             continue
         times, peak = row["times"], row["peak_gb"]
         rows.append(
@@ -106,10 +107,13 @@ def models(content: dict[str, Any]) -> str:
     ]
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", *_LIMITS.values()]
     floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
+    legend = f"Floor: {'; '.join(floors)}. "
+    if "BatchNorm" in legend:
+        legend += "The time with BatchNorm is a comparison, not a bound. "
     notes = "".join(f" {mark}: {note}." for note, mark in marks.items())
     return (
         table([*header, "peak GB, stock / ours", "commit"], rows)
-        + f"\nStock and gn_override run in channels_last. Floor: {'; '.join(floors)}. "
+        + f"\nStock and gn_override run in channels_last. {legend}"
         + f"Norms as copies: each norm only copies its input.{notes}\n"
         + (f"\n{table(['compiled model', *_COMPILED.values()], compiled)}" if compiled else "")
     )
@@ -367,12 +371,19 @@ def source(content: dict[str, Any]) -> str:
         words = command.split(" ")
         return " ".join(w if len(w) < _LONG_WORD else f"{w[: _LONG_WORD // 2]}..." for w in words)
 
-    rows = content.get("rows", ())
-    commands = dict.fromkeys(row["command"] for row in rows if "command" in row)
-    of_rows = "; ".join(f"`{shown(command)}`" for command in commands or [content["command"]])
+    def command_of(row: dict[str, Any]) -> str | None:
+        # The head's is the last run's, which made no row of another commit.
+        last = row.get("commit", content["commit"]) == content["commit"]
+        return row.get("command", content["command"] if last else None)
+
+    rows = content["rows"]
+    of_rows = [f"`{shown(command)}`" for command in dict.fromkeys(map(command_of, rows)) if command]
+    unknown = [row.get("level") or row["name"] for row in rows if not command_of(row)]
+    if unknown:
+        of_rows.append(f"command not recorded: {', '.join(unknown)}")
     return (
         f"{machine}, torch {content['torch']}, commit {content['commit']}, {content['date']}: "
-        f"{of_rows}\n"
+        f"{'; '.join(of_rows)}\n"
     )
 
 

@@ -8,8 +8,9 @@
 // plans: lines of "name direction copy_us plan_us moved_us policy error plan",
 // where direction is fwd or bwd, moved_us is what the plan's traffic takes
 // without its arithmetic (see move_kernel) or 0, policy is 1 for the plan that
-// the policy chooses, error the largest difference from the two-pass scheme's
-// output over the largest output, and plan what to_string() says.
+// the policy chooses, error the largest difference of a result (Y; dX, dgamma,
+// dbeta) from the two-pass scheme's over the largest number of that result, and
+// plan what to_string() says.
 //
 // A figure is the median of replays of a CUDA graph with a cold L2 cache.
 #include <cuda_bf16.h>
@@ -49,11 +50,15 @@ namespace {
 
 cudaStream_t stream;
 
+// Of fill, copy and compare.
+constexpr int kBlocks = 1024;
+constexpr int kThreads = 256;
+
 class Memory {
  public:
   explicit Memory(size_t bytes) : bytes_(bytes) {
     CHECK(cudaMalloc(&data_, bytes));
-    CHECK(cudaMemsetAsync(data_, 0xff, bytes, stream));
+    poison();
   }
   Memory(const Memory&) = delete;
   ~Memory() {
@@ -65,6 +70,9 @@ class Memory {
   }
   size_t bytes() const {
     return bytes_;
+  }
+  void poison() const {
+    CHECK(cudaMemsetAsync(data_, 0xff, bytes_, stream));
   }
 
  private:
@@ -233,6 +241,51 @@ double median(const std::function<void()>& enqueue, int repetitions) {
   return 1e3 * milliseconds[repetitions / 2];
 }
 
+// What a call returns: Y, or dX, dgamma and dbeta.
+struct Results {
+  Memory output;
+  Memory dgamma;
+  Memory dbeta;
+
+  explicit Results(const Problem& problem)
+      : output(problem.bytes()),
+        dgamma(problem.C * size_of(problem.dtype)),
+        dbeta(problem.C * size_of(problem.dtype)) {}
+
+  std::vector<const Memory*> of(Direction direction) const {
+    if (direction == Direction::kForward) {
+      return {&output};
+    }
+    return {&output, &dgamma, &dbeta};
+  }
+};
+
+// The largest difference of a result over its largest number.
+template <typename T>
+float error_of(
+    const Results& found,
+    const Results& expected,
+    Direction direction) {
+  static const Memory worst(2 * sizeof(float));
+  float error = 0;
+  for (size_t i = 0; i < found.of(direction).size(); ++i) {
+    const Memory& memory = *found.of(direction)[i];
+    CHECK(cudaMemsetAsync(worst.as<void>(), 0, worst.bytes(), stream));
+    compare<<<kBlocks, kThreads, 0, stream>>>(
+        memory.as<T>(),
+        expected.of(direction)[i]->as<T>(),
+        static_cast<int64_t>(memory.bytes() / sizeof(T)),
+        worst.as<int>());
+    CHECK(cudaGetLastError());
+    float both[2];
+    CHECK(cudaMemcpyAsync(
+        both, worst.as<void>(), sizeof(both), cudaMemcpyDefault, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    error = std::max(error, both[0] / both[1]);
+  }
+  return error;
+}
+
 // The plans of a problem: that of the estimates first, then all that pins lead
 // to.
 std::vector<Plan> plans_of(const Problem& problem, Device device) {
@@ -274,18 +327,13 @@ void measure(
   const int64_t numel = problem.numel();
   const Memory X(problem.bytes());
   const Memory dY(problem.bytes());
-  const Memory out(problem.bytes());
-  const Memory expected(problem.bytes());
+  const Results found(problem);
+  const Results expected(problem);
   const Memory gamma(problem.C * sizeof(T));
   const Memory beta(problem.C * sizeof(T));
-  const Memory dgamma(problem.C * sizeof(T));
-  const Memory dbeta(problem.C * sizeof(T));
   const int64_t of_statistics = size_of(problem.statistics_dtype());
   const Memory mean(problem.N * problem.G * of_statistics);
   const Memory rstd(problem.N * problem.G * of_statistics);
-  const Memory worst(2 * sizeof(int));
-  constexpr int kBlocks = 1024;
-  constexpr int kThreads = 256;
   uint64_t seed = 0;
   for (const auto& [memory, count] :
        {std::pair{&X, numel},
@@ -301,7 +349,7 @@ void measure(
   const double copy_us = median(
       [&] {
         copy<<<blocks, kThreads, 0, stream>>>(
-            X.as<uint4>(), out.as<uint4>(), vectors);
+            X.as<uint4>(), found.output.as<uint4>(), vectors);
         CHECK(cudaGetLastError());
       },
       repetitions);
@@ -310,60 +358,56 @@ void measure(
        {Direction::kForward, Direction::kBackward}) {
     problem.direction = direction;
     const bool forward = direction == Direction::kForward;
-    const auto enqueue = [&](const Plan& plan, void* workspace, void* output) {
-      if (forward) {
-        CHECK(launch_forward(
-            problem,
-            plan,
-            {.X = X.as<void>(),
-             .gamma = gamma.as<void>(),
-             .beta = beta.as<void>(),
-             .Y = output,
-             .mean = mean.as<void>(),
-             .rstd = rstd.as<void>(),
-             .eps = 1e-5,
-             .workspace = workspace},
-            stream));
-      } else {
-        CHECK(launch_backward(
-            problem,
-            plan,
-            {.dY = dY.as<void>(),
-             .X = X.as<void>(),
-             .mean = mean.as<void>(),
-             .rstd = rstd.as<void>(),
-             .gamma = gamma.as<void>(),
-             .beta = beta.as<void>(),
-             .dX = output,
-             .dgamma = dgamma.as<void>(),
-             .dbeta = dbeta.as<void>(),
-             .workspace = workspace},
-            stream));
-      }
-    };
+    const auto enqueue =
+        [&](const Plan& plan, const Memory& workspace, const Results& to) {
+          if (forward) {
+            CHECK(launch_forward(
+                problem,
+                plan,
+                {.X = X.as<void>(),
+                 .gamma = gamma.as<void>(),
+                 .beta = beta.as<void>(),
+                 .Y = to.output.as<void>(),
+                 .mean = mean.as<void>(),
+                 .rstd = rstd.as<void>(),
+                 .eps = 1e-5,
+                 .workspace = workspace.as<void>()},
+                stream));
+          } else {
+            CHECK(launch_backward(
+                problem,
+                plan,
+                {.dY = dY.as<void>(),
+                 .X = X.as<void>(),
+                 .mean = mean.as<void>(),
+                 .rstd = rstd.as<void>(),
+                 .gamma = gamma.as<void>(),
+                 .beta = beta.as<void>(),
+                 .dX = to.output.as<void>(),
+                 .dgamma = to.dgamma.as<void>(),
+                 .dbeta = to.dbeta.as<void>(),
+                 .workspace = workspace.as<void>()},
+                stream));
+          }
+        };
     const std::vector<Plan> plans = plans_of(problem, device);
     Device two_pass = device;
     two_pass.pins.scheme = Scheme::kTwoPass;
     const Plan reference = make_plan(problem, two_pass);
     {
       const Memory workspace(reference.workspace_bytes + 1);
-      enqueue(reference, workspace.as<void>(), expected.as<void>());
+      enqueue(reference, workspace, expected);
       CHECK(cudaStreamSynchronize(stream));
     }
     for (const Plan& plan : plans) {
       const Memory workspace(plan.workspace_bytes + 1);
-      CHECK(cudaMemsetAsync(out.as<void>(), 0xff, out.bytes(), stream));
-      CHECK(cudaMemsetAsync(worst.as<void>(), 0, worst.bytes(), stream));
-      enqueue(plan, workspace.as<void>(), out.as<void>());
-      compare<<<kBlocks, kThreads, 0, stream>>>(
-          out.as<T>(), expected.as<T>(), numel, worst.as<int>());
-      CHECK(cudaGetLastError());
-      float found[2];
-      CHECK(cudaMemcpyAsync(
-          found, worst.as<void>(), sizeof(found), cudaMemcpyDefault, stream));
-      const double plan_us = median(
-          [&] { enqueue(plan, workspace.as<void>(), out.as<void>()); },
-          repetitions);
+      for (const Memory* memory : found.of(direction)) {
+        memory->poison();
+      }
+      enqueue(plan, workspace, found);
+      const float error = error_of<T>(found, expected, direction);
+      const double plan_us =
+          median([&] { enqueue(plan, workspace, found); }, repetitions);
       const double moved_us = !keeps_all(problem, plan)
           ? 0
           : median(
@@ -373,7 +417,7 @@ void measure(
                       plan,
                       X.as<uint4>(),
                       forward ? nullptr : dY.as<uint4>(),
-                      out.as<uint4>());
+                      found.output.as<uint4>());
                 },
                 repetitions);
       printf(
@@ -384,7 +428,7 @@ void measure(
           plan_us,
           moved_us,
           plan == plans[0],
-          found[0] / found[1],
+          error,
           to_string(plan).c_str());
     }
   }

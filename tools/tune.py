@@ -26,7 +26,6 @@ import argparse
 import math
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
@@ -40,8 +39,11 @@ import results
 import torch
 
 sys.path.insert(0, str(results.ROOT / "tests"))
+sys.path.append(str(results.ROOT))
 from reference import ACTIVATIONS
 from shapes import KERNEL_CASES, Case
+
+from codegen.verify import find_nvcc
 
 DTYPES = ("bfloat16", "float32")
 # Largest difference between two schemes, as a share of the largest output: they round alike.
@@ -76,9 +78,7 @@ def parse_shape(text: str) -> Case:
 
 
 def nvcc() -> str:
-    """CUDA_HOME's nvcc, or the one on PATH."""
-    home = os.environ.get("CUDA_HOME")
-    found = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    found = find_nvcc()
     if found is None:
         raise SystemExit("tools/tune.py needs nvcc: set CUDA_HOME")
     return found

@@ -227,6 +227,8 @@ def main() -> int:
     wrong = [name for name in arguments.levels if name not in known]
     if wrong:
         parser.error(f"no level is called {wrong[0]!r}: {', '.join(known)}")
+    if arguments.jobs < 1:
+        parser.error("--jobs: 1 or more")
     if arguments.list:
         for level in known.values():
             print(f"{level.name:<14}{level.what}\n{'':<14}{shlex.join(level.command())}")
