@@ -830,11 +830,13 @@ def test_counters_of_a_step_are_its_kernels_together():
     copy = counted("void neg_kernel(int)", **{counters.TIME: 2000, counters.DRAM: 80}, **traffic)
     forward = counted("void first(int)", **{counters.TIME: 3000, counters.READ: 1_500_000})
     second = counted("void second(int)", **{counters.TIME: 1000, counters.DRAM: 40, barrier: 3})
+    second[counters.SPECIAL] = "20"
     log = profile_log([marker, copy, marker, forward, marker, forward, second])
     rows = counters.rows([Case("one", (4, 64, 64, 64), 32, "float32")], log)
     assert [row["step"] for row in rows] == list(counters.STEPS)
     assert [row["us"] for row in rows] == [2.0, 3.0, 4.0]
     assert rows[0]["dram"] == 80 and rows[2]["dram"] == 10, "weighted by time"
+    assert rows[2]["special"] == 5
     assert rows[1]["read"] == rows[2]["read"] == 1.5
     assert [row["least"] for row in rows] == [4.19, 4.19, 12.58]
     # `wait` is all there is in the first kernel, and a quarter of it in the second.
@@ -842,10 +844,12 @@ def test_counters_of_a_step_are_its_kernels_together():
     assert list(stalls)[:2] == ["wait", "barrier"] and stalls["wait"] == 57
     assert rows[2]["kernels"] == 2
     rendered = render_readme.counters({"rows": rows})
-    for text in (rows[0]["name"], "fwd+bwd", "wait 57%"):
+    for text in (rows[0]["name"], "fwd+bwd", "special functions %", "wait 57%"):
         assert text in rendered
     # 3 MB take elementwise 2 us.
     assert "fwd | float32 | 3 | 1 | 1.5 | 4.19 |" in rendered
+    without = [{k: v for k, v in row.items() if k != "special"} for row in rows]
+    assert "special" not in render_readme.counters({"rows": without}), "an older file"
 
 
 @pytest.mark.parametrize(

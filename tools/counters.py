@@ -2,6 +2,7 @@
 
     python tools/counters.py --output counters-h200           # every row
     python tools/counters.py --only sd15,vae --dtype bfloat16
+    python tools/counters.py --activation silu                 # the norm fused with it
 
 Runs itself under Nsight Compute (ncu, which is part of the CUDA toolkit): for each row an
 elementwise kernel that moves what a copy moves, our forward, and our forward and backward, each
@@ -12,6 +13,7 @@ with a cold cache. Of a step's kernels together:
     least      MB that must be read: X; or X, dY and X
     dram       time-weighted share of the DRAM's peak rate, %
     issue      of the slots in which multiprocessors can issue an instruction, %
+    special    of the special-function unit's rate (exponentials, reciprocals, conversions), %
     stalls     what warps wait for, as shares of all waiting, the three largest
 
 A step that is near the elementwise kernel's share of the DRAM's rate can only be faster by moving
@@ -40,6 +42,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(results.ROOT / "tests"))
 import reference
+from reference import ACTIVATIONS
 from shapes import Case
 
 import gn_override
@@ -54,6 +57,7 @@ READ = "dram__bytes_read.sum"
 WRITTEN = "dram__bytes_write.sum"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
 ISSUE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+SPECIAL = "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active"
 # Warps that wait for it, by the name that Nsight Compute gives the reason.
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = (
@@ -73,17 +77,19 @@ STALLS = (
     "sleeping",
     "wait",
 )
-METRICS = (TIME, READ, WRITTEN, DRAM, ISSUE, *(STALL.format(name) for name in STALLS))
+METRICS = (TIME, READ, WRITTEN, DRAM, ISSUE, SPECIAL, *(STALL.format(name) for name in STALLS))
 
 Kernel = dict[str, str]
 
 
-def launch(case: Case) -> None:
+def launch(case: Case, activation: str) -> None:
     """The steps of a case, each after a marker: what runs under Nsight Compute."""
     inputs = reference.make_inputs(case, "cuda", getattr(torch, case.dtype))
     marker = torch.zeros(1, device="cuda")
     elementwise = partial(torch.neg, inputs.X, out=torch.empty_like(inputs.X))
-    steps = {"elementwise": elementwise, **timing.steps(F.group_norm, inputs, "channels_last")}
+    fused = partial(gn_override.functional.group_norm, activation=activation)
+    norm = F.group_norm if activation == "identity" else fused
+    steps = {"elementwise": elementwise, **timing.steps(norm, inputs, "channels_last")}
     with gn_override.enabled():
         for name in STEPS:
             steps[name]()
@@ -128,6 +134,7 @@ def summary(step: Sequence[Kernel]) -> dict[str, Any]:
         "written": round(sum(values(WRITTEN)) / 1e6, 2),
         "dram": round(mean(DRAM), 1),
         "issue": round(mean(ISSUE), 1),
+        "special": round(mean(SPECIAL), 1),
         "stalls": {name: round(100 * waits[name] / sum(waits.values())) for name in largest},
     }
 
@@ -163,6 +170,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="comma-separated names of cases")
     parser.add_argument("--dtype", default="", help="only cases of this dtype")
+    parser.add_argument(
+        "--activation", choices=ACTIVATIONS, default="identity", help="fused with the norm"
+    )
     parser.add_argument("--output", default="", help="name of the results file to write")
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
     parser.add_argument("--log", type=Path, help="keep what Nsight Compute writes in this file")
@@ -175,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("counters need a CUDA GPU")
     if arguments.launch:
         for case in cases:
-            launch(case)
+            launch(case, arguments.activation)
             torch.cuda.empty_cache()
         return 0
     if not shutil.which("ncu"):
@@ -186,6 +196,7 @@ def main(argv: Sequence[str]) -> int:
         profile += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         again = [sys.executable, str(Path(__file__).resolve()), "--launch"]
         again += ["--only", arguments.only, "--dtype", arguments.dtype]
+        again += ["--activation", arguments.activation]
         subprocess.run(
             [*profile, "--metrics", ",".join(METRICS), *again], check=True, stdout=sys.stderr
         )

@@ -304,15 +304,16 @@ def counters(content: dict[str, Any]) -> str:
         if row["step"] == "elementwise"
     }
     header = ["step", "dtype", "us", "at elementwise's rate", "read MB", "least", "written MB"]
+    shares = ["dram", "issue", *(["special"] if "special" in content["rows"][0] else [])]
     return table(
-        [*header, "DRAM %", "issue %", "waits"],
+        [*header, "DRAM %", "issue %", *(["special functions %"] * (len(shares) - 2)), "waits"],
         (
             [
                 f"{row['name']} {_shape(row)}, {row['step'].replace('fwd_bwd', 'fwd+bwd')}",
                 row["dtype"],
                 number(row["us"]),
                 number((row["read"] + row["written"]) / rates[row["name"], row["dtype"]]),
-                *(number(row[key]) for key in ("read", "least", "written", "dram", "issue")),
+                *(number(row[key]) for key in ("read", "least", "written", *shares)),
                 ", ".join(f"{name} {share}%" for name, share in row["stalls"].items()),
             ]
             for row in content["rows"]
