@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -159,6 +161,74 @@ def test_side_stream(case):
     # The default stream is free all the while; a kernel there would have read zeros.
     stream.synchronize()
     assert_equal(ours, want)
+
+
+# Each fills X from a source or from its copy in pinned memory, and returns it.
+def write_by_kernel(X: Tensor, source: Tensor, pinned: Tensor) -> Tensor:
+    return torch.add(source, 0, out=X)
+
+
+def write_by_copy(X: Tensor, source: Tensor, pinned: Tensor) -> Tensor:
+    return X.copy_(source)
+
+
+def write_from_host(X: Tensor, source: Tensor, pinned: Tensor) -> Tensor:
+    return X.copy_(pinned, non_blocking=True)
+
+
+def write_on_another_stream(X: Tensor, source: Tensor, pinned: Tensor) -> Tensor:
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(2_000_000)  # about 1 ms
+        X.copy_(source)
+    torch.cuda.current_stream().wait_stream(other)
+    return X
+
+
+def write_by_norm(X: Tensor, source: Tensor, pinned: Tensor) -> Tensor:
+    return F.group_norm(source, 1)
+
+
+WRITERS = (
+    write_by_kernel,
+    write_by_copy,
+    write_from_host,
+    write_on_another_stream,
+    write_by_norm,
+)
+
+
+@cases
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
+def test_blocks_that_start_early_wait(case, write, captured):
+    """Blocks take their places while what is before them runs, and see all that it writes."""
+    before = make_inputs(Case("before", (16, 320, 64, 64), 32), "cuda", torch.bfloat16)
+    inputs = make_inputs(case, "cuda", torch.bfloat16)
+    source = inputs.X.clone()
+    pinned = source.cpu().pin_memory()
+    X = write(inputs.X, source, pinned)
+    want = native(replace(inputs, X=X))
+
+    def run() -> Results:
+        native(before)
+        return native(replace(inputs, X=write(inputs.X, source, pinned)))
+
+    torch.cuda.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ours = run()
+    for _ in range(3):
+        inputs.X.zero_()
+        torch.cuda.synchronize()
+        if captured:
+            graph.replay()
+        else:
+            ours = run()
+        torch.cuda.synchronize()
+        assert_equal(ours, want)
 
 
 def test_streams_side_by_side():

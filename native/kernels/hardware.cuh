@@ -199,22 +199,24 @@ __device__ __forceinline__ void wait_for_grid() {
 
 // -- overlap of kernels ------------------------------------------------------
 //
-// Kernels of one call follow each other at once. From sm_90 on, the blocks of
-// the next one may take their places while the last blocks of this one run
-// (programmatic dependent launch).
+// From sm_90 on, the blocks of a kernel may take their places while what the
+// kernel before it in the stream leaves behind is still being written, whoever
+// launched that (programmatic dependent launch).
 
-// From here on the next kernel may start; it sees nothing of this one until it
-// calls wait_for_previous_kernel().
-__device__ __forceinline__ void allow_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
-// Returns when the kernel before has ended and its results are visible.
+// Returns when the kernel before has ended and its results are visible: nothing
+// may touch global memory earlier.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next kernel of the same call may start, which waits for this
+// one to end. Others come when this one has left all multiprocessors: blocks
+// that took what is free before that would be spread unevenly.
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 

@@ -208,6 +208,7 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
   const PlaceInGroup<kVector, false> at(tiling);
   const int64_t offset = at.offset(tiling);
   const int64_t step = static_cast<int64_t>(tiling.rows) * tiling.C;
+  wait_for_previous_kernel();
   uint4 x[kPixels];
   load_own_pixels(X + offset, step, tiling.rows, at.pixels, x);
   const GroupParameters<T, kVector> parameters(
@@ -286,6 +287,7 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
   const PlaceInGroup<kVector, true> at(tiling);
   const int64_t offset = at.offset(tiling);
   const int64_t step = static_cast<int64_t>(tiling.rows) * tiling.C;
+  wait_for_previous_kernel();
   uint4 dy[kPixels];
   uint4 x[kPixels];
   load_own_pixels(dY + offset, step, tiling.rows, at.pixels, dy);

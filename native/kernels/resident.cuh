@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(
   auto exchange = exchange_of<kWholeChip>(
       shape, tiling, layout, waves, at, item, shared, of_chip);
 
-  allow_next_kernel();
+  wait_for_previous_kernel();
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> betas(beta, 0, item.channels);
   gammas.fetch(item.first_channel);
@@ -403,8 +403,11 @@ __global__ void __launch_bounds__(
       kAllSamples ? item.channels : 0,
       item.groups * item.parts);
 
-  allow_next_kernel();
   exchange.begin(); // later, it would cost registers
+  if (!kWholeChip && !kAllSamples && sums != nullptr) {
+    allow_next_kernel();
+  }
+  wait_for_previous_kernel();
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> means(mean_in, 0, item.groups);
   ParameterCopy<TY> rstds(rstd_in, 1, item.groups);

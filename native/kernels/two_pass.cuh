@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
 
   allow_next_kernel();
+  wait_for_previous_kernel();
   ChannelMoments<T, TY, kVector> moments;
   if (at.active) {
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
@@ -139,7 +140,6 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
       shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
-  allow_next_kernel();
   wait_for_previous_kernel();
   if (!at.active) {
     return;
@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(
   const Position at =
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
   allow_next_kernel();
+  wait_for_previous_kernel();
   Pair<Acc> of_thread[kVector] = {};
   if (at.active) {
     Acc mean[kVector];

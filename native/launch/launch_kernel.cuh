@@ -22,30 +22,19 @@ struct LaunchShape {
   int64_t shared_bytes = 0; // dynamic
   unsigned cluster = 1; // blocks of a cluster; more than one needs sm_90
   bool cooperative = false; // all blocks run at once
-  // The kernel calls wait_for_previous_kernel() (see hardware.cuh) before it
-  // touches global memory, so it may start while the kernel before it ends.
-  bool overlaps_previous = false;
 };
-
-// Blocks of clusters larger than this have to be allowed, as has shared memory
-// beyond 48 KiB.
-constexpr unsigned kPortableCluster = 8;
-constexpr int64_t kDefaultSharedBytes = 48 * 1024;
 
 // What code has to be compiled for to know clusters and programmatic launches.
 // A GPU of that capability may run what it has compiled of older PTX.
 constexpr int kClusterCode = 90;
 
-// Asks the driver once a kernel and device for what its launches may need.
-// code: what the kernel was compiled for, as 10 * major + minor; 0 where the
-// launch needs nothing.
+// Asks the driver once a kernel and device for what its launches may need:
+// clusters of more than eight blocks and shared memory beyond 48 KiB have to be
+// allowed.
+// code: what the kernel was compiled for, as 10 * major + minor.
 template <auto kKernel>
-cudaError_t prepare(const LaunchShape& shape, int& code) {
+cudaError_t prepare(int& code) {
   code = 0;
-  if (shape.shared_bytes <= kDefaultSharedBytes &&
-      shape.cluster <= kPortableCluster && !shape.overlaps_previous) {
-    return cudaSuccess;
-  }
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<int>, kMaxDevices> codes;
   int device = 0;
@@ -88,7 +77,7 @@ cudaError_t launch_kernel(
     cudaStream_t stream,
     Arguments... arguments) {
   int code;
-  if (const cudaError_t error = prepare<kKernel>(shape, code)) {
+  if (const cudaError_t error = prepare<kKernel>(code)) {
     return error;
   }
   std::array<cudaLaunchAttribute, 3> attributes;
@@ -110,7 +99,8 @@ cudaError_t launch_kernel(
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
   }
-  if (shape.overlaps_previous && code >= kClusterCode) {
+  // Kernels call wait_for_previous_kernel() (see hardware.cuh).
+  if (code >= kClusterCode) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -21,8 +21,7 @@ cudaError_t launch_parameter_gradients(
   return launch_kernel<parameter_gradients<T>>(
       {.blocks = static_cast<unsigned>(
            (problem.C + kParameterChannels - 1) / kParameterChannels),
-       .threads = kMaxThreads,
-       .overlaps_previous = true},
+       .threads = kMaxThreads},
       stream,
       static_cast<int>(problem.C),
       rows,

@@ -67,9 +67,7 @@ cudaError_t two_pass_forward(
       plan.splits * tiles_of_group,
       [&](auto is_block, int lanes, unsigned team_blocks) {
         return launch_kernel<combine_statistics<TY, is_block>>(
-            {.blocks = team_blocks,
-             .threads = kMaxThreads,
-             .overlaps_previous = true},
+            {.blocks = team_blocks, .threads = kMaxThreads},
             stream,
             shape,
             tiling,
@@ -86,7 +84,7 @@ cudaError_t two_pass_forward(
   }
   return with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
     return launch_kernel<normalize<T, TY, vector, kFused>>(
-        {.blocks = blocks, .threads = threads, .overlaps_previous = true},
+        {.blocks = blocks, .threads = threads},
         stream,
         shape,
         tiling,
@@ -144,9 +142,7 @@ cudaError_t two_pass_backward(
         plan.splits * problem.D(),
         [&](auto is_block, int lanes, unsigned team_blocks) {
           return launch_kernel<group_coefficients<TY, is_block>>(
-              {.blocks = team_blocks,
-               .threads = kMaxThreads,
-               .overlaps_previous = true},
+              {.blocks = team_blocks, .threads = kMaxThreads},
               stream,
               shape,
               lanes,
@@ -158,7 +154,7 @@ cudaError_t two_pass_backward(
     if (error == cudaSuccess) {
       error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
         return launch_kernel<input_gradient<T, TY, vector, kFused>>(
-            {.blocks = blocks, .threads = threads, .overlaps_previous = true},
+            {.blocks = blocks, .threads = threads},
             stream,
             shape,
             tiling,

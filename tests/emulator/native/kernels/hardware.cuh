@@ -47,7 +47,7 @@ void send(const Value& value, Value* slot, uint64_t* barrier, int block) {
 }
 
 // Kernels run one after the other.
-inline void allow_next_kernel() {}
 inline void wait_for_previous_kernel() {}
+inline void allow_next_kernel() {}
 
 } // namespace gn_override
