@@ -1,7 +1,8 @@
 """A module's forward, read from its source and written again with runs of steps joined.
 
-A step is a call, on one tensor, of a submodule, of a known activation or of F.group_norm. A run is
-a row of steps, each on what the one before returned, with nothing else that reads it:
+A step is a call, on one tensor, of a submodule, of a known activation or of F.group_norm, or the
+addition of a variable to the tensor. A run is a row of steps, each on what the one before returned,
+with nothing else that reads it:
 
     h = self.norm(x)                          h = run(x, self.norm, self.act)
     h = self.act(h)
@@ -56,11 +57,21 @@ class GroupNormCall:
         return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
+@dataclass(frozen=True, eq=False)
+class Addition:
+    """``input + addend`` as a step."""
+
+    addend: Any = None
+
+    def __call__(self, input: Any) -> Any:
+        return input + self.addend
+
+
 @dataclass(frozen=True)
 class Step:
-    """One call of a run: of a submodule, of an activation's function, or of F.group_norm."""
+    """One step: of a submodule, of an activation's function, of F.group_norm, or an addition."""
 
-    source: str  # what is called, as it is written: "self.norm1", "F.relu"
+    source: str  # what is called, as it is written: "self.norm1", "F.relu"; "+" for an addition
     path: str = ""  # of the submodule, from the module that has the forward: "norm1"
     activation: str = ""  # its name
 
@@ -115,7 +126,7 @@ class Forward:
     def joined(self, parts: Collection[Part], run: Callable[..., Tensor]) -> FunctionType:
         """The forward with these parts of its runs as calls of run(x, *steps).
 
-        The steps are callables (submodules, GroupNormCall), and names of activations.
+        The steps are callables (submodules, GroupNormCall, Addition), and names of activations.
         """
         definition = copy.deepcopy(self._definition)
         _Writer(_Steps(self._function), parts).visit(definition)
@@ -127,7 +138,7 @@ class Forward:
 
     def _make(self, definition: ast.FunctionDef, run: Callable[..., Tensor] | None) -> FunctionType:
         """A function with this definition; its globals, and its class, are the forward's."""
-        names = {_RUN: run, _GROUP_NORM: GroupNormCall}
+        names = {_RUN: run, _GROUP_NORM: GroupNormCall, _ADDITION: Addition}
         if self._function.__closure__:
             names["__class__"] = self._function.__closure__[0].cell_contents
         maker = ast.parse(f"def maker({', '.join(names)}): return {definition.name}").body[0]
@@ -143,10 +154,14 @@ class Forward:
 
 _RUN = "__gn_override_run"
 _GROUP_NORM = "__gn_override_group_norm"
+_ADDITION = "__gn_override_addition"
 _GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))
 
 # A statement that a run can end in.
 _Ending = ast.Assign | ast.Return
+
+# The expression of a step.
+_Call = ast.Call | ast.BinOp
 
 
 class _Assigned(ast.NamedExpr):
@@ -196,6 +211,9 @@ class _Steps:
 
     def step(self, call: ast.expr) -> Step | None:
         """What an expression calls as a step, on _operand(call)."""
+        if isinstance(call, ast.BinOp):
+            added = isinstance(call.op, ast.Add) and _path(call.right)
+            return Step("+") if added else None
         if not isinstance(call, ast.Call):
             return None
         function, path = call.func, _path(call.func)
@@ -226,11 +244,11 @@ class _Steps:
         activation = _activations.of_call(called, *args, **kwargs)
         return Step(source, activation=activation) if activation else None
 
-    def run(self, expression: ast.expr) -> tuple[ast.expr, list[tuple[Step, ast.Call]]]:
+    def run(self, expression: ast.expr) -> tuple[ast.expr, list[tuple[Step, _Call]]]:
         """What a run starts from, and its steps and their calls, innermost first."""
-        steps: list[tuple[Step, ast.Call]] = []
+        steps: list[tuple[Step, _Call]] = []
         while (step := self.step(expression)) is not None:
-            assert isinstance(expression, ast.Call)
+            assert isinstance(expression, _Call)
             steps.insert(0, (step, expression))
             expression = _operand(expression)
             if isinstance(expression, _Assigned):
@@ -254,16 +272,20 @@ class _Steps:
         return target if self.step(statement.value) else ""
 
 
-def _operand(call: ast.Call) -> ast.expr:
+def _operand(call: _Call) -> ast.expr:
     """The tensor that a step works on."""
+    if isinstance(call, ast.BinOp):
+        return call.left
     if call.args:
         return call.args[0]
     assert isinstance(call.func, ast.Attribute)
     return call.func.value
 
 
-def _set_operand(call: ast.Call, operand: ast.expr) -> None:
-    if call.args:
+def _set_operand(call: _Call, operand: ast.expr) -> None:
+    if isinstance(call, ast.BinOp):
+        call.left = operand
+    elif call.args:
         call.args[0] = operand
     else:
         assert isinstance(call.func, ast.Attribute)
@@ -407,6 +429,12 @@ class _Writer(ast.NodeTransformer):
         return [*self.before, node]
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        return self._run(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        return self._run(node)
+
+    def _run(self, node: _Call) -> ast.expr:
         start, steps = self.steps.run(node)
         if not steps:
             self.generic_visit(node)
@@ -424,7 +452,7 @@ class _Writer(ast.NodeTransformer):
             if position < last < len(steps):
                 callables = [_callable(step, call) for step, call in steps[position : last + 1]]
                 joined = ast.Call(ast.Name(_RUN, ast.Load()), [value, *callables], [])
-                value = ast.copy_location(joined, steps[last][1])
+                value = ast.copy_location(joined, steps[position][1])
                 position = last + 1
             else:
                 _set_operand(steps[position][1], value)
@@ -433,8 +461,10 @@ class _Writer(ast.NodeTransformer):
         return value
 
 
-def _callable(step: Step, call: ast.Call) -> ast.expr:
+def _callable(step: Step, call: _Call) -> ast.expr:
     """A step as an argument of run()."""
+    if isinstance(call, ast.BinOp):
+        return ast.Call(ast.Name(_ADDITION, ast.Load()), [call.right], [])
     if step.path:
         return call.func
     if step.activation:

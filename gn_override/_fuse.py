@@ -68,6 +68,9 @@ def fuse(model: nn.Module) -> Fusion:
     nn.ReLU, nn.SiLU, nn.GELU and their functions and methods; nn.Identity may stand between. Every
     other norm is left as it is. Results change by rounding only.
 
+    What is added to the input just before (diffusers' time embedding) becomes a part of the kernel
+    where it is [N, C, 1, ...] on a CUDA device and no gradient is wanted.
+
     Modules, parameters and the keys of ``state_dict`` stay as they are; the class of a module that
     calls a pair becomes a subclass of its own. The model can be copied and pickled. A forward that
     is patched on a class later counts from the next fuse() on.
@@ -128,13 +131,17 @@ def run(x: Tensor, *steps: Callable[[Tensor], Tensor] | str) -> Tensor:
     position = 0
     while position < len(steps):
         step = steps[position]
-        pair = _activation_after(steps, position)
-        if pair is not None and _obstacle(steps[position : pair[0] + 1]) is None:
+        first = position + isinstance(step, _forward.Addition)
+        pair = _activation_after(steps, first)
+        if pair is not None and _obstacle(steps[first : pair[0] + 1]) is None:
             position, activation = pair
-            norm: Any = step
-            x = functional.group_norm(
-                x, norm.num_groups, norm.weight, norm.bias, norm.eps, activation
-            )
+            norm: Any = steps[first]
+            arguments = norm.num_groups, norm.weight, norm.bias, norm.eps, activation
+            if isinstance(step, _forward.Addition):
+                of_sum = functional.group_norm_of_sum(x, step.addend, *arguments)
+                x = functional.group_norm(step(x), *arguments) if of_sum is None else of_sum
+            else:
+                x = functional.group_norm(x, *arguments)
         else:
             x = _activations.STOCK[step](x) if isinstance(step, str) else step(x)
         position += 1
@@ -183,8 +190,9 @@ def _pairs(caller: nn.Module) -> Iterator[_Pair]:
             pair = _activation_after(steps, first)
             if pair is not None:
                 last, kind = pair
+                added = first > 0 and isinstance(steps[first - 1], _forward.Addition)
                 yield _Pair(
-                    part=(number, first, last),
+                    part=(number, first - added, last),
                     norm=norm if isinstance(norm, nn.Module) else caller,
                     norm_path=run.steps[first].path,
                     activation=run.steps[last].path or run.steps[last].source,
@@ -198,6 +206,8 @@ def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
     """A step as run() gets it; None if there is no such module."""
     if step.activation:
         return step.activation
+    if step.source == "+":
+        return _forward.Addition()
     if not step.path:
         return _forward.GroupNormCall(num_groups=1)
     value: Any = caller
@@ -211,7 +221,7 @@ def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
 
 def _activation_after(steps: Sequence[object], first: int) -> tuple[int, str] | None:
     """Where the activation is that follows the norm `first`, and its name, if these are there."""
-    if not isinstance(steps[first], (nn.GroupNorm, _forward.GroupNormCall)):
+    if first == len(steps) or not isinstance(steps[first], (nn.GroupNorm, _forward.GroupNormCall)):
         return None
     for last in range(first + 1, len(steps)):
         step = steps[last]

@@ -38,6 +38,7 @@ def install() -> None:
     fake_impls.register_op_impl(_BACKWARD)(_fake_backward)
     torch.library.register_fake("gn_override::group_norm_act", _fake_act)
     torch.library.register_fake("gn_override::group_norm_act_backward", _fake_act_backward)
+    torch.library.register_fake("gn_override::add_group_norm_act", _fake_add)
 
 
 def follow() -> None:
@@ -131,6 +132,18 @@ def _fake_act(
     )
     mean, rstd = (input.new_empty((N, num_groups), dtype=_accumulator(input)) for _ in range(2))
     return _empty_like(input, ours, dtype), mean, rstd
+
+
+def _fake_add(
+    input: Tensor,
+    added: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "identity",
+) -> Tensor:
+    return _fake_act(input, num_groups, weight, bias, eps, activation)[0]
 
 
 def _fake_act_backward(

@@ -52,6 +52,7 @@ from gn_override._explain import explain_shape
 
 op = torch.ops.gn_override.group_norm_act
 op_backward = torch.ops.gn_override.group_norm_act_backward
+op_add = torch.ops.gn_override.add_group_norm_act
 
 DTYPES = {
     "float": (torch.float32, None),
@@ -161,6 +162,37 @@ def assert_parity(ours: Results, inputs: Inputs, activation: str, mask: Mask = A
             aten = aten.to(actual.dtype)  # without a gamma, stock's are of X's dtype
         if actual is not None:
             assert_close(actual, aten, getattr(reference, name), name, reference.scale[name])
+
+
+def make_added(inputs: Inputs) -> Tensor:
+    """[N, C] of X's dtype, some deviations of X wide."""
+    N, C, _, _ = inputs.sizes
+    return 3 * torch.randn(N, C, dtype=inputs.X.dtype, device=inputs.X.device)
+
+
+def assert_parity_of_sum(ours: Results, inputs: Inputs, added: Tensor, activation: str) -> None:
+    """Forward of X + added, against stock's of the rounded sum, by the error from the exact one."""
+    of_pixels = added.reshape(*added.shape, *[1] * (inputs.X.dim() - 2))
+
+    def wide(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.double()
+
+    exact_sum = dataclasses.replace(
+        inputs,
+        X=inputs.X.double() + of_pixels,
+        gamma=wide(inputs.gamma),
+        beta=wide(inputs.beta),
+        dY=inputs.dY.double(),
+    )
+    reference = exact(exact_sum, (False, False, False), activation)
+    rounded = dataclasses.replace(inputs, X=inputs.X + of_pixels)
+    theirs = stock_act(rounded, activation, (False, False, False))
+    for name in ("Y", "mean", "rstd"):
+        actual, aten, values = (getattr(of, name) for of in (ours, theirs, reference))
+        if actual is not None:
+            if inputs.X.dtype != torch.float64:
+                values = torch.from_numpy(values.astype("float64")).to(actual.device)
+            assert_close(actual, aten, values, name, reference.scale[name])
 
 
 def check(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
@@ -291,6 +323,87 @@ def test_every_activation_of_a_scheme(pin, scheme, activation, dtype):  # noqa: 
     ours = run(inputs, activation)
     assert {name.split()[2] for name in torch.ops.gn_override.counters()} == {scheme}
     assert_parity(ours, inputs, activation)
+
+
+# --- a value of each channel added first ------------------------------------------------------
+
+
+def run_add(inputs: Inputs, added: Tensor, activation: str) -> Results:
+    i = inputs
+    return Results(op_add(i.X, added, i.groups, i.gamma, i.beta, i.eps, activation), None, None)
+
+
+@few_cases
+@pytest.mark.parametrize("dtypes", list(DTYPES.values())[:6], ids=list(DTYPES)[:6])
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@all_activations
+def test_added(device, case, dtypes, layout, activation):
+    inputs = make_inputs(case, device, *dtypes, layout=layout)
+    added = make_added(inputs)
+    assert_parity_of_sum(run_add(inputs, added, activation), inputs, added, activation)
+
+
+@pytest.mark.cuda
+@all_pins
+@pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtypes", SCHEME_DTYPES.values(), ids=SCHEME_DTYPES)
+def test_added_of_a_scheme(pin, dtypes, case, pins):  # noqa: F811
+    inputs = make_inputs(case, "cuda", *dtypes)
+    added = make_added(inputs)
+    pin(*pins)
+    torch.ops.gn_override.reset_counters()
+    ours = run_add(inputs, added, "silu")
+    if {name.split()[2] for name in torch.ops.gn_override.counters()} != {pins[0]}:
+        pytest.skip(f"no {pins[0]} plan of such a geometry")
+    if case.numel < 100_000:  # long doubles are slow
+        assert_parity_of_sum(ours, inputs, added, "silu")
+    else:
+        torch.testing.assert_close(ours.Y, of_sum(inputs, added), rtol=0.02, atol=0.02)
+    assert_same_bits(run_add(inputs, added, "silu"), ours)
+
+
+def of_sum(inputs: Inputs, added: Tensor) -> Tensor:
+    """silu of the norm by PyTorch's own functions, in float32 at least."""
+    i, wide = inputs, torch.promote_types(inputs.X.dtype, torch.float32)
+    X = i.X.to(wide) + added.to(wide).reshape(*added.shape, 1, 1)
+    with override_off():
+        Z = F.group_norm(X, i.groups, i.gamma.to(wide), i.beta.to(wide), i.eps)
+        return F.silu(Z).to(i.X.dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+def test_added_wherever_it_stands(shift, strided):
+    inputs = make_inputs(Case("d10", (5, 40, 13, 11), 4), "cuda", torch.bfloat16)
+    added = make_added(inputs)
+    room = torch.empty(2 * added.numel() + shift, dtype=added.dtype, device="cuda")[shift:]
+    placed = room.view(5, 80)[:, ::2] if strided else room[: added.numel()].view(5, 40)
+    placed.copy_(added)
+    ours = run_add(inputs, placed, "silu")
+    assert_parity_of_sum(ours, inputs, added, "silu")
+
+
+def test_added_has_gradients(device):
+    """By an addition and group_norm_act."""
+    i = make_inputs(FEW[0], device, torch.float32)
+    added = make_added(i)
+    operands = [t.detach().requires_grad_() for t in (i.X, added, i.gamma, i.beta)]
+    Y = op_add(operands[0], operands[1], i.groups, *operands[2:], i.eps, "silu")
+    ours = torch.autograd.grad(Y, operands, i.dY)
+    with override_off():
+        X = operands[0] + operands[1].reshape(*added.shape, 1, 1)
+        Z = F.group_norm(X, i.groups, *operands[2:], i.eps)
+        theirs = torch.autograd.grad(F.silu(Z), operands, i.dY)
+    for mine, aten in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, aten, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (3, 8), (2, 8, 1, 1)], ids=str)
+def test_added_of_another_shape(device, shape):
+    X = lay_out(torch.randn(2, 8, 5, 3, device=device), "channels_last")
+    with pytest.raises(ValueError, match=r"added must be \[N, C\]"):
+        op_add(X, torch.zeros(shape, device=device), 4, None, None, 1e-5, "silu")
 
 
 # --- the functions themselves -----------------------------------------------------------------

@@ -32,7 +32,7 @@ from reference import (
 )
 from shapes import Case
 from test_activation import assert_parity as assert_fused_parity
-from test_activation import away_from_kink
+from test_activation import assert_parity_of_sum, away_from_kink, make_added
 from test_build import load_setup
 from test_schemes import assert_same_bits
 from torch import Tensor
@@ -84,7 +84,7 @@ class Call(ctypes.Structure):
         *fields("N C HxW G activation", ctypes.c_int64),
         *fields("alignment scheme columns splits threads code seed", ctypes.c_int64),
         *fields("eps", ctypes.c_double),
-        *fields("dY X gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
+        *fields("dY X added gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
     )
 
 
@@ -145,10 +145,14 @@ class Emulator:
         *,
         mask: Mask = ALL,
         activation: str = "identity",
+        added: Tensor | None = None,
         code: str = "9.0",
         seed: int = 0,
     ) -> tuple[Results, tuple[str, str]]:
-        """Forward and backward of channels-last inputs; results and both plans."""
+        """Forward and backward of channels-last inputs; results and both plans.
+
+        added: [N, C], which forward alone adds to X.
+        """
         i = inputs
         affine = [t for t in (i.gamma, i.beta) if t is not None]
         param_dtype = affine[0].dtype if affine else i.dY.dtype
@@ -165,7 +169,8 @@ class Emulator:
             torch.full_like(i.X, float("nan")) if mask[0] else None,
             *(empty(C, dtype=param_dtype) if m else None for m in mask[1:]),
         )
-        operands = {"dY": i.dY, "X": i.X, "gamma": i.gamma, "beta": i.beta, **vars(results)}
+        affine_and_added = {"gamma": i.gamma, "beta": i.beta, "added": added}
+        operands = {"dY": i.dY, "X": i.X, **affine_and_added, **vars(results)}
         pointers = {k: None if t is None else t.data_ptr() for k, t in operands.items()}
         alignment = 16 // i.X.element_size()  # in elements
         while any(
@@ -317,6 +322,15 @@ def test_activation(emulator, dtypes, pin, activation):
     inputs = away_from_kink(make_inputs(small_case(pin), "cpu", *dtypes), activation)
     results = run_twice(emulator, inputs, pin, activation=activation)
     assert_fused_parity(results, inputs, activation)
+
+
+@pytest.mark.parametrize("pin", [pin for pin in PINS if pin.scheme != "two_pass"], ids=str)
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_added(emulator, dtypes, pin):
+    inputs = make_inputs(small_case(pin), "cpu", *dtypes)
+    added = make_added(inputs)
+    results = run_twice(emulator, inputs, pin, activation="silu", added=added)
+    assert_parity_of_sum(results, inputs, added, "silu")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

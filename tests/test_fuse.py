@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -17,7 +18,7 @@ from reference import FUSED, calls, floor, is_channels_last, lay_out, override_o
 from torch import Tensor, nn
 
 import gn_override
-from gn_override import FusedPair, SkippedNorm, _forward
+from gn_override import FusedPair, SkippedNorm, _forward, functional
 
 FORWARD, BACKWARD = FUSED
 
@@ -511,6 +512,82 @@ def test_branches(mode: str) -> None:
                 model.mode = stock.mode = now
                 actual = model(x, shift, times=3)
                 torch.testing.assert_close(actual, stock(x, shift, times=3), rtol=1e-4, atol=1e-4)
+
+
+class Added(nn.Module):
+    """Additions ahead of norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.norm3 = (nn.GroupNorm(4, 8) for _ in range(3))
+        self.act = nn.SiLU()
+        self.one = 1
+
+    def forward(self, x: Tensor, shift: Tensor | None) -> Tensor:
+        h = x
+        if shift is not None:
+            h = h + shift
+        h = self.act(self.norm1(h))
+        h = self.norm2(h + self.one)
+        h = F.relu(h)
+        h = self.norm3(x + h)
+        return self.act(h)
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
+    """What is added where run() asks for one kernel, and whether there is one."""
+    asked = []
+    original = functional.group_norm_of_sum
+
+    def ask(input: Tensor, addend: object, *arguments: Any) -> Tensor | None:
+        result = original(input, addend, *arguments)
+        asked.append((addend, result is not None))
+        return result
+
+    monkeypatch.setattr(functional, "group_norm_of_sum", ask)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 8, 1, 1), (1, 8, 1, 1), (8, 1, 1), (2, 8, 6, 5), ()], ids=str
+)
+def test_added(device: str, shape: tuple[int, ...], sums: list[tuple[Any, bool]]) -> None:
+    model = randomised(Added()).to(device)
+    X, shift = image(device), torch.randn(shape, device=device)
+    with torch.no_grad():
+        expected = model(X, shift), model(X, None)
+    check_fused(model, X, shift, pairs=3, calls_made=3)
+    assert [taken for _, taken in sums] == [False] * 3  # gradients are wanted
+    sums.clear()
+    torch.ops.gn_override.reset_counters()
+    with torch.no_grad():
+        actual = model(X, shift), model(X, None)
+    assert calls(FORWARD, device) == (6, 0)
+    per_channel = device == "cuda" and shape == (2, 8, 1, 1)
+    assert [taken for _, taken in sums] == [per_channel, False, False, False, False]
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", ["autocast", "off", "dtype", "nchw", "compiled"])
+def test_added_elsewhere(mode: str, sums: list[tuple[Any, bool]]) -> None:
+    """An addition and what comes after it."""
+    model, X = randomised(Added()).to("cuda"), image("cuda")
+    shift = torch.randn(2, 8, 1, 1, device="cuda")
+    if mode == "dtype":
+        shift = shift.half()
+    if mode == "nchw":
+        X = X.contiguous()
+    off = override_off() if mode == "off" else contextlib.nullcontext()
+    with torch.no_grad(), off, torch.autocast("cuda", enabled=mode == "autocast"):
+        expected = model(X, shift)
+        gn_override.fuse(model)
+        called = torch.compile(model, backend="eager") if mode == "compiled" else model
+        actual = called(X, shift)
+    assert not any(taken for _, taken in sums)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_traceback() -> None:

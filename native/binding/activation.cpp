@@ -218,6 +218,31 @@ Result composite_backward(
       output_mask[2] ? dbeta.to(param_type) : Tensor()};
 }
 
+at::Tensor composite_add(
+    const Tensor& X,
+    const Tensor& added,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  c10::SymDimVector of_pixels(X.dim(), 1);
+  TORCH_CHECK_VALUE(
+      X.dim() >= 2 && added.dim() == 2 && added.sym_size(0) == X.sym_size(0) &&
+          added.sym_size(1) == X.sym_size(1),
+      "gn_override: added must be [N, C] of an input [N, C, *]");
+  of_pixels[0] = X.sym_size(0);
+  of_pixels[1] = X.sym_size(1);
+  return std::get<0>(call_group_norm_act(
+      X + added.reshape_symint(of_pixels),
+      group,
+      gamma,
+      beta,
+      eps,
+      activation,
+      std::nullopt));
+}
+
 // -- autograd ----------------------------------------------------------------
 
 Result call_group_norm_act(
@@ -358,6 +383,29 @@ Result autograd_forward(
   return call_group_norm_act(X, group, gamma, beta, eps, activation, out_dtype);
 }
 
+Tensor autograd_add(
+    const Tensor& X,
+    const Tensor& added,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  const bool differentiated = at::GradMode::is_enabled() &&
+      (requires_grad(X) || requires_grad(added) || requires_grad(gamma) ||
+       requires_grad(beta));
+  if (differentiated || is_dual(X) || is_dual(added) || is_dual(gamma) ||
+      is_dual(beta) || inside_functorch_transform()) {
+    return composite_add(X, added, group, gamma, beta, eps, activation);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("gn_override::add_group_norm_act", "")
+          .typed<decltype(composite_add)>();
+  return op.call(X, added, group, gamma, beta, eps, activation);
+}
+
 // -- registration ------------------------------------------------------------
 
 // Fake kernels are in gn_override/_meta.py.
@@ -373,20 +421,28 @@ TORCH_LIBRARY_FRAGMENT(gn_override, m) {
       "Tensor rstd, Tensor? weight, Tensor? bias, int num_groups, "
       "str activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       tags);
+  m.def(
+      "add_group_norm_act(Tensor input, Tensor added, int num_groups, "
+      "Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
+      "str activation=\"identity\") -> Tensor",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(gn_override, CompositeExplicitAutograd, m) {
   m.impl("group_norm_act", TORCH_FN(composite_forward));
   m.impl("group_norm_act_backward", TORCH_FN(composite_backward));
+  m.impl("add_group_norm_act", TORCH_FN(composite_add));
 }
 
 TORCH_LIBRARY_IMPL(gn_override, FuncTorchBatchedDecomposition, m) {
   m.impl("group_norm_act", TORCH_FN(composite_forward));
   m.impl("group_norm_act_backward", TORCH_FN(composite_backward));
+  m.impl("add_group_norm_act", TORCH_FN(composite_add));
 }
 
 TORCH_LIBRARY_IMPL(gn_override, Autograd, m) {
   m.impl("group_norm_act", TORCH_FN(autograd_forward));
+  m.impl("add_group_norm_act", TORCH_FN(autograd_add));
   m.impl(
       "group_norm_act_backward",
       torch::autograd::autogradNotImplementedFallback());

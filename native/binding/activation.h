@@ -8,6 +8,10 @@
 //   AutocastCUDA      autocast.cpp
 //   CPU, CUDA         activated_forward, activated_backward below
 //   any other, vmap   the composite
+//
+// gn_override::add_group_norm_act is that of X + added, where added is [N, C];
+// on CUDA in one kernel, which rounds no sum. It has no backward: where a
+// gradient is wanted, it is an addition and group_norm_act.
 #pragma once
 
 #include <array>
@@ -53,6 +57,16 @@ Result call_group_norm_act(
     double eps,
     std::string_view activation,
     std::optional<at::ScalarType> out_dtype);
+
+// activation(group_norm(X + added)) by an addition and group_norm_act.
+at::Tensor composite_add(
+    const at::Tensor& X,
+    const at::Tensor& added,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation);
 
 // Completes a call that has been classified; what no backend has kernels for is
 // declined.

@@ -56,7 +56,8 @@ std::optional<Result> run_forward(
     const at::Tensor& X,
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
-    double eps) {
+    double eps,
+    const OptionalTensor& added = std::nullopt) {
   const Problem& problem = call.problem;
   if (call.declined) {
     count_declined(op, Backend::kCuda, call.declined);
@@ -70,6 +71,7 @@ std::optional<Result> run_forward(
   }
 
   const at::Tensor X_ = to_channels_last(X);
+  const at::Tensor added_ = contiguous_or_undefined(added);
   const at::Tensor gamma_ = contiguous_or_undefined(gamma);
   const at::Tensor beta_ = contiguous_or_undefined(beta);
   const at::ScalarType statistics_type =
@@ -89,6 +91,7 @@ std::optional<Result> run_forward(
 
   ForwardArguments arguments;
   arguments.X = X_.const_data_ptr();
+  arguments.added = data_or_null(added_);
   arguments.gamma = data_or_null(gamma_);
   arguments.beta = data_or_null(beta_);
   arguments.Y = Y.mutable_data_ptr();

@@ -36,6 +36,7 @@ size_t index_of(const Problem& problem) {
         static_cast<int>(problem.wide_statistics),
         static_cast<int>(problem.wide_output),
         static_cast<int>(problem.activation),
+        static_cast<int>(problem.adds),
         static_cast<int>(problem.want_dX),
         static_cast<int>(problem.want_dgamma),
         static_cast<int>(problem.want_dbeta)}) {

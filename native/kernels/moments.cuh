@@ -71,6 +71,14 @@ struct ChannelMoments {
     }
   }
 
+  // Adds values of the channels to all pixels so far.
+  __device__ void move(const Vector<T, kVector>& added) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      pivot[j] += added[j];
+    }
+  }
+
   // mean = pivot + sum d / n, M2 = sum d^2 - (sum d)^2 / n
   __device__ void finish() {
     const Acc per_count = reciprocal_or_zero(static_cast<Acc>(count));
@@ -269,6 +277,15 @@ struct Normalization {
     mean[j] = moment.mean;
     scale[j] = gamma * moment.second;
     shift[j] = beta - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
+  }
+
+  // From now on for pixels without values of their channels.
+  __device__ void move(const Vector<T, kVector>& added) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      mean[j] -= added[j];
+      shift[j] += kFoldsMean<TY> ? added[j] * scale[j] : 0;
+    }
   }
 
   // Calls f(normalized) with normalized(X's vector), which is Y's: once for

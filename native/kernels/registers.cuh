@@ -160,10 +160,16 @@ using Statistic = std::conditional_t<kFused, Accumulator<T>, T>;
 // The moments of a thread's pixels, by deviations from its first value, which
 // is one of few. Every warp's first thread has pixels.
 template <typename T, int kVector, bool kFused, int kPixels>
-__device__ __forceinline__ Moments<Accumulator<T>>
-moments_of(const uint4 (&x)[kPixels], int rows, int pixels) {
+__device__ __forceinline__ Moments<Accumulator<T>> moments_of(
+    const uint4 (&x)[kPixels],
+    const Vector<T, kVector>& added, // kFused alone
+    int rows,
+    int pixels) {
   using Acc = Accumulator<T>;
-  const Acc pivot = unpack<T, kVector>(x[0])[0];
+  Acc pivot = unpack<T, kVector>(x[0])[0];
+  if constexpr (kFused) {
+    pivot += added[0];
+  }
   Acc deviations[kVector] = {};
   Acc squares[kVector] = {};
   Acc count = 0;
@@ -173,7 +179,10 @@ moments_of(const uint4 (&x)[kPixels], int rows, int pixels) {
       const Vector<T, kVector> pixel = unpack<T, kVector>(x[i]);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const Acc d = pixel[j] - pivot;
+        Acc d = pixel[j] - pivot;
+        if constexpr (kFused) {
+          d += added[j];
+        }
         deviations[j] += d;
         squares[j] += d * d;
       }
@@ -198,6 +207,7 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
         Accumulator<T> per_group,
         Accumulator<T> eps,
         const T* __restrict__ X,
+        const T* added, // kFused alone
         const T* gamma,
         const T* beta,
         Activation activation, // kFused alone
@@ -214,8 +224,19 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
   const GroupParameters<T, kVector> parameters(
       tiling, at.group, gamma, beta, X + offset);
 
-  const Moments<Acc> own =
-      moments_of<T, kVector, kFused>(x, tiling.rows, at.pixels);
+  uint4 own_added = {}; // kFused alone
+  if constexpr (kFused) {
+    if (added != nullptr) {
+      own_added = __ldg(
+          reinterpret_cast<const uint4*>(added + at.n * tiling.C + at.channel));
+    }
+  }
+
+  const Moments<Acc> own = moments_of<T, kVector, kFused>(
+      x,
+      unpack<T, kVector>(own_added), // kFused alone
+      tiling.rows,
+      at.pixels);
   parameters.store(tiling);
   // Two-byte results do not show what this gains.
   constexpr bool kRefined =
@@ -249,8 +270,11 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
       &per_group);
   of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
 
-  const Normalization<T, T, kVector, kFused> normalization(
+  Normalization<T, T, kVector, kFused> normalization(
       activation, weight, bias, of_group);
+  if constexpr (kFused) {
+    normalization.move(unpack<T, kVector>(own_added));
+  }
   normalization.with([&](auto normalized) {
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {

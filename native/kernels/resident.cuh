@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(
         Accumulator<T> per_group,
         Accumulator<T> eps,
         const T* __restrict__ X,
+        const T* __restrict__ added, // kFused alone
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta,
         Activation activation, // kFused alone
@@ -162,6 +163,7 @@ __global__ void __launch_bounds__(
 
   unsigned char* const shared = dynamic_shared_memory();
   const Slab<T, kVector> slab(shared);
+  const Slab<T, kVector> slab_added(shared + layout.added); // kFused alone
   auto* const total = reinterpret_cast<Moments<Acc>*>(shared + layout.total);
   auto* const parameters =
       reinterpret_cast<Pair<Acc>*>(shared + layout.parameters);
@@ -214,12 +216,24 @@ __global__ void __launch_bounds__(
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
     ChannelMoments<T, TY, kVector> moments;
+    if constexpr (kFused) {
+      if (added != nullptr && at.active && exists) {
+        copy_async(slab_added.at(0), added + at.n * shape.C + at.channel);
+      }
+    }
     if (exists) {
       ring.read(copy_from(offset), [&](int, int place, auto pixels) {
         Vector<T, kVector> pixel[decltype(pixels)::value];
         slab.read(place, pixel);
         moments.add(pixel);
       });
+      if constexpr (kFused) {
+        if (added != nullptr && at.active) {
+          end_batch(); // there may be no pixels whose copies it is with
+          wait_for_copies<0>();
+          moments.move(*slab_added.at(0));
+        }
+      }
     }
     fold_segments(
         shape,
@@ -281,10 +295,15 @@ __global__ void __launch_bounds__(
         at.n + waves.samples.divisor() < shape.N;
 
     if (at.active && exists) {
-      const Normalization<T, TY, kVector, kFused> normalization(
+      Normalization<T, TY, kVector, kFused> normalization(
           shape, at.channel, activation, weight, bias, [&](int group) {
             return total[group - item.first_group];
           });
+      if constexpr (kFused) {
+        if (added != nullptr) {
+          normalization.move(*slab_added.at(0));
+        }
+      }
       ring.write(
           next_exists,
           copy_from(offset, true),

@@ -63,6 +63,7 @@ cudaError_t registers_forward(
         launch.per_group,
         static_cast<float>(arguments.eps),
         static_cast<const T*>(arguments.X),
+        static_cast<const T*>(arguments.added), // kFused alone
         static_cast<const T*>(arguments.gamma),
         static_cast<const T*>(arguments.beta),
         problem.activation, // kFused alone

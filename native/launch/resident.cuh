@@ -90,6 +90,7 @@ cudaError_t resident_forward(
             static_cast<Acc>(launch.per_group),
             static_cast<Acc>(arguments.eps),
             static_cast<const T*>(arguments.X),
+            static_cast<const T*>(arguments.added), // kFused alone
             ParameterIn<TY>{arguments.gamma, is_float},
             ParameterIn<TY>{arguments.beta, is_float},
             problem.activation, // kFused alone

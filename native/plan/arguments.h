@@ -6,6 +6,7 @@ namespace gn_override {
 
 struct ForwardArguments {
   const void* X = nullptr;
+  const void* added = nullptr; // [N, C] of X's type where Problem::adds
   const void* gamma = nullptr; // null: ones
   const void* beta = nullptr; // null: zeros
   void* Y = nullptr;

@@ -46,6 +46,7 @@ struct Problem {
   int64_t HxW = 0;
   int64_t G = 0;
   Activation activation = Activation::kIdentity;
+  bool adds = false; // forward with an activation: X + added takes X's place
   // X is dense in [N, HxW, C] order, and is not dense in [N, C, HxW] order as
   // well: a tensor that is both (HxW == 1 or C == 1) counts as NCHW.
   bool channels_last = true;

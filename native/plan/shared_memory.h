@@ -59,6 +59,7 @@ struct ResidentLayout {
   // An operand's slab is `pixels` x threads vectors, what each thread keeps:
   // backward, dY's comes before X's.
   int64_t slab_X;
+  int64_t added; // a vector of each thread, where Problem::adds
   // What every block of a cluster found of each group: Moments, or two sums.
   // Then, where a cluster has all samples, what each found of the channels
   // whose dgamma and dbeta this block adds up.
@@ -90,6 +91,10 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   const int64_t kept = pixels * plan.threads * plan.vector;
   layout.slots = kept * problem.element_bytes_read();
   layout.slab_X = layout.slots - kept * size_of(problem.dtype);
+  layout.added = layout.slots;
+  if (problem.adds) {
+    layout.slots += plan.threads * plan.vector * size_of(problem.dtype);
+  }
   const int64_t found = cluster_has_all_samples(problem, plan)
       ? channels + plan.cluster // rounded up to a share of each block
       : 0;

@@ -31,6 +31,7 @@ struct Call {
   double eps;
   const void* dY;
   const void* X;
+  const void* added; // null: nothing
   const void* gamma;
   const void* beta;
   void* Y;
@@ -54,6 +55,7 @@ Problem problem_of(const Call& call) {
   problem.HxW = call.HxW;
   problem.G = call.G;
   problem.activation = static_cast<Activation>(call.activation);
+  problem.adds = call.added != nullptr && call.backward == 0;
   problem.alignment = static_cast<int>(call.alignment);
   problem.want_dX = call.dX != nullptr;
   problem.want_dgamma = call.dgamma != nullptr;
@@ -130,6 +132,7 @@ std::string run_call(const Call& call) {
         problem,
         plan,
         {.X = call.X,
+         .added = call.added,
          .gamma = call.gamma,
          .beta = call.beta,
          .Y = call.Y,
