@@ -3,9 +3,9 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tools/reach_kernels.py
 
 Every dtype and mix of dtypes goes through every scheme and cluster size, forward and backward, as
-aten's operators (or as autocast's, which writes float) and with the activations in turn, with
-vectors of every width, some gradients left out, and dY in another layout. It fails if a scheme
-was not reached for some dtype, or if a result holds a NaN.
+aten's operators (or as autocast's, which writes float) and with the activations in turn, of X
+and of a sum, with vectors of every width, some gradients left out, and dY in another layout. It
+fails if a scheme was not reached for some dtype, or if a result holds a NaN.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ def run(inputs: reference.Inputs, mask: reference.Mask, activation: str) -> None
             i.dY, i.X, mean, rstd, i.gamma, i.beta, i.groups, activation, list(mask)
         )
         found = [Y, mean, rstd, *(t for t in grads if t is not None)]
+        if activation != "identity" and i.dY.dtype == i.X.dtype:
+            added = torch.randn(i.sizes[:2], dtype=i.X.dtype, device="cuda")
+            found.append(
+                ops.add_group_norm_act(i.X, added, i.groups, i.gamma, i.beta, i.eps, activation)
+            )
     for tensor in found:
         assert not tensor.isnan().any(), f"NaN: {tuple(i.X.shape)} {i.X.dtype} {activation}"
 
