@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import is_parametrized
 
-from gn_override import _activations, _forward, functional
+from gn_override import _activations, _calls, _forward, functional
 from gn_override.nn import GroupNorm
 
 _Class = Any  # type[nn.Module], which mypy takes for unhashable
@@ -138,7 +138,7 @@ def run(x: Tensor, *steps: Callable[[Tensor], Tensor] | str) -> Tensor:
             norm: Any = steps[first]
             arguments = norm.num_groups, norm.weight, norm.bias, norm.eps, activation
             if isinstance(step, _forward.Addition):
-                of_sum = functional.group_norm_of_sum(x, step.addend, *arguments)
+                of_sum = _calls.group_norm_of_sum(x, step.addend, *arguments)
                 x = functional.group_norm(step(x), *arguments) if of_sum is None else of_sum
             else:
                 x = functional.group_norm(x, *arguments)

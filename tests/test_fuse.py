@@ -18,7 +18,7 @@ from reference import FUSED, calls, floor, is_channels_last, lay_out, override_o
 from torch import Tensor, nn
 
 import gn_override
-from gn_override import FusedPair, SkippedNorm, _forward, functional
+from gn_override import FusedPair, SkippedNorm, _calls, _forward
 
 FORWARD, BACKWARD = FUSED
 
@@ -538,14 +538,14 @@ class Added(nn.Module):
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """What is added where run() asks for one kernel, and whether there is one."""
     asked = []
-    original = functional.group_norm_of_sum
+    original = _calls.group_norm_of_sum
 
     def ask(input: Tensor, addend: object, *arguments: Any) -> Tensor | None:
         result = original(input, addend, *arguments)
         asked.append((addend, result is not None))
         return result
 
-    monkeypatch.setattr(functional, "group_norm_of_sum", ask)
+    monkeypatch.setattr(_calls, "group_norm_of_sum", ask)
     return asked
 
 

@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gn_override
+from gn_override import _calls
 
 Step = Callable[[], Tensor]
 
@@ -126,7 +127,7 @@ def randomise(model: nn.Module) -> nn.Module:
 
 
 def with_norms_as(instead: Callable[[Tensor], Tensor], step: Step) -> Step:
-    """The step with every norm replaced, and with it the activation that it is fused with."""
+    """The step with every norm replaced, and with it what it is fused with."""
 
     def norm(x: Tensor, *_others: Any, **_options: Any) -> Tensor:
         return instead(x)
@@ -135,6 +136,7 @@ def with_norms_as(instead: Callable[[Tensor], Tensor], step: Step) -> Step:
         with (
             mock.patch.object(F, "group_norm", norm),
             mock.patch.object(gn_override.functional, "group_norm", norm),
+            mock.patch.object(_calls, "group_norm_of_sum", norm),
         ):
             return step()
 
