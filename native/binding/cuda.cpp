@@ -163,7 +163,7 @@ at::Tensor add_group_norm_act_cuda(
     const auto [N, C, HxW] = sizes_of(X);
     Classified call =
         classify_forward(X, gamma, beta, X.scalar_type(), N, C, HxW, group);
-    call.problem.activation = kind;
+    fuse<CUDABackend>(call, kind);
     call.problem.wide_statistics = true;
     call.problem.adds = true;
     // A copy, where there is one, is aligned; two passes do not add.
