@@ -473,6 +473,33 @@ def test_not_a_number_stays_in_its_group(device, case, value, activation):
     assert dirty.dgamma[g * case.D : (g + 1) * case.D].isnan().all()
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1], ids=["positive", "negative"])
+@pytest.mark.parametrize("name", ["gamma", "beta", "mean", "rstd"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
+@all_activations
+def test_not_a_number_with_a_payload_stays_one(device, activation, dtype, name, bits):
+    """A NaN of ones alone: rounded to sixteen bits as numbers are, it would carry into zero."""
+    inputs = make_inputs(FEW[0], device, dtype, torch.float32)
+    clean = op(inputs.X, inputs.groups, inputs.gamma, inputs.beta, inputs.eps, activation, dtype)
+    operands = {"gamma": inputs.gamma, "beta": inputs.beta, "mean": clean[1], "rstd": clean[2]}
+    operands[name].view(torch.int32).view(-1)[:] = bits
+    if name in ("gamma", "beta"):
+        assert run(inputs, activation).Y.isnan().all()
+    if name != "beta":
+        dX, _, _ = op_backward(
+            inputs.dY,
+            inputs.X,
+            operands["mean"],
+            operands["rstd"],
+            inputs.gamma,
+            inputs.beta,
+            inputs.groups,
+            activation,
+            [True] * 3,
+        )
+        assert dX.isnan().all()
+
+
 # --- autograd ---------------------------------------------------------------------------------
 
 

@@ -620,12 +620,19 @@ copy_folds(A* array, int64_t begin, int64_t end, int64_t C, int64_t fold) {
   }
 }
 
+// gamma or beta.
+template <bool kTail, typename P>
+inline Vector<Accumulator<P>> load_parameter(const P* p, int64_t n) {
+  return without_payload(load<kTail>(p, n));
+}
+
 // Element g of mean or rstd.
 template <typename P>
 inline Accumulator<P>
 load_statistic(const Sample& sample, const void* statistics, int64_t g) {
-  return sample.wide_statistics ? as<Accumulator<P>>(statistics)[g]
-                                : load_one(as<P>(statistics) + g);
+  return without_payload(
+      sample.wide_statistics ? as<Accumulator<P>>(statistics)[g]
+                             : load_one(as<P>(statistics) + g));
 }
 template <typename P>
 inline void store_statistic(
@@ -685,7 +692,8 @@ void finish_statistics(
   });
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
     const double m = means[g * D];
-    const double r = 1 / __builtin_sqrt(sum(sums + g * D, D) / count + eps);
+    const double r =
+        without_payload(1 / __builtin_sqrt(sum(sums + g * D, D) / count + eps));
     const A rounded = static_cast<A>(m);
     const A rest = static_cast<A>(m - static_cast<double>(rounded));
     store_statistic<P>(sample, mean, g, rounded);
@@ -699,10 +707,10 @@ void finish_statistics(
     V a = load<kTail>(scale + v, n);
     V b{};
     if (gamma) {
-      a *= load<kTail>(gamma + v, n);
+      a *= load_parameter<kTail>(gamma + v, n);
     }
     if (beta) {
-      b = load<kTail>(beta + v, n);
+      b = load_parameter<kTail>(beta + v, n);
     }
     b = fma(-load<kTail>(shift + v, n), a, b);
     store<kTail>(scale + v, n, a);
@@ -744,9 +752,10 @@ void expand_parameters(
   for_columns<kLanes<A>>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
     if (gamma) {
       const V r = load<kTail>(dZ_scale + v, n);
-      store<kTail>(dZ_scale + v, n, r * load<kTail>(gamma + v, n));
+      store<kTail>(dZ_scale + v, n, r * load_parameter<kTail>(gamma + v, n));
     }
-    store<kTail>(beta + v, n, beta_in ? load<kTail>(beta_in + v, n) : V{});
+    store<kTail>(
+        beta + v, n, beta_in ? load_parameter<kTail>(beta_in + v, n) : V{});
   });
   copy_folds(dZ_scale, begin, end, sample.C, sample.fold);
   copy_folds(beta, begin, end, sample.C, sample.fold);
@@ -787,7 +796,8 @@ void finish_sums(
     store<kTail>(
         dZ_scale + v,
         n,
-        gamma ? load<kTail>(gamma + v, n) : broadcast<Vector<A>>(A(1)));
+        gamma ? load_parameter<kTail>(gamma + v, n)
+              : broadcast<Vector<A>>(A(1)));
   });
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
     const int64_t c = g * D;

@@ -106,14 +106,19 @@ inline V broadcast(S value) {
   return V{} + value;
 }
 
-// 16-bit integers to the low halves of 32-bit ones and back. Intrinsics, since
-// GCC 12 takes __builtin_convertvector apart into smaller vectors. Those of
-// AVX-512 have all-ones masks: GCC 12 warns of its own headers in the others.
+// v, but every NaN the default one, so that rounding to fewer bits cannot make
+// it a number: it may carry out of other payloads.
+template <typename V>
+inline V without_payload(V v) {
+  return v == v ? v : V{} + __builtin_nanf("");
+}
+
+// 16-bit integers to the low halves of 32-bit ones and back, where no other
+// instruction is for them. Intrinsics, since GCC 12 takes
+// __builtin_convertvector apart into smaller vectors.
+#if !defined(__AVX512F__)
 inline UInt32Vector load_bits(const uint16_t* p) {
-#if defined(__AVX512F__)
-  return (UInt32Vector)_mm512_maskz_cvtepu16_epi32(
-      0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   return (UInt32Vector)_mm256_cvtepu16_epi32(
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #elif defined(__SSE2__)
@@ -128,11 +133,7 @@ inline UInt32Vector load_bits(const uint16_t* p) {
 }
 
 inline void store_bits(uint16_t* p, UInt32Vector v) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(
-      reinterpret_cast<__m256i*>(p),
-      _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)v));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
   _mm_storeu_si128(
       reinterpret_cast<__m128i*>(p),
@@ -146,6 +147,7 @@ inline void store_bits(uint16_t* p, UInt32Vector v) {
   __builtin_memcpy(p, &narrowed, sizeof(narrowed));
 #endif
 }
+#endif
 
 // Full vectors, of any alignment.
 inline FloatVector load(const float* p) {
@@ -166,16 +168,48 @@ inline void store(double* p, DoubleVector v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
 
+// A bfloat16 is the high half of a float's bits; rounding is to nearest, ties
+// to even. A NaN stays one, as the low half of its bits is zero: see
+// without_payload().
+#if defined(__AVX512F__)
+typedef uint16_t WordVector __attribute__((vector_size(64)));
+
+// A permutation of 16-bit words moves the bits of a vector up, another one
+// down. Intrinsics of AVX-512 have all-ones masks, here and below: GCC 12 warns
+// of its own headers in the others.
+inline FloatVector load(const BFloat16* p) {
+  constexpr WordVector kPlaces = {0, 0,  0, 1,  0, 2,  0, 3,  0, 4, 0,
+                                  5, 0,  6, 0,  7, 0,  8, 0,  9, 0, 10,
+                                  0, 11, 0, 12, 0, 13, 0, 14, 0, 15};
+  const auto words = _mm512_castsi256_si512(
+      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return (FloatVector)_mm512_maskz_permutexvar_epi16(
+      0xaaaaaaaa, (__m512i)kPlaces, words);
+}
+inline void store(BFloat16* p, FloatVector v) {
+  constexpr WordVector kPlaces = {
+      1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+  const auto bits = (__m512i)v;
+  const __mmask16 odd =
+      _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __m512i rounded = _mm512_mask_add_epi32(
+      _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)),
+      odd,
+      bits,
+      _mm512_set1_epi32(0x8000));
+  const __m512i words =
+      _mm512_maskz_permutexvar_epi16(~0u, (__m512i)kPlaces, rounded);
+  __builtin_memcpy(p, &words, sizeof(words) / 2);
+}
+#else
 inline FloatVector load(const BFloat16* p) {
   return (FloatVector)(load_bits(&p->bits) << 16);
 }
-// Round to nearest, ties to even; every NaN becomes the quiet one.
 inline void store(BFloat16* p, FloatVector v) {
   const auto bits = (UInt32Vector)v;
-  const UInt32Vector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const UInt32Vector nan = UInt32Vector{} + 0x7fc0u;
-  store_bits(&p->bits, v == v ? rounded : nan);
+  store_bits(&p->bits, (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
+#endif
 
 #if defined(__AVX512F__)
 inline FloatVector load(const Half* p) {
