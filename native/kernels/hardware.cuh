@@ -213,7 +213,9 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 
 // From here on the next kernel of the same call may start, which waits for this
 // one to end. Others come when this one has left all multiprocessors: blocks
-// that took what is free before that would be spread unevenly.
+// that took what is free before that are spread unevenly, which may cost more
+// than an early start gains. Two passes gain by it forward; backward they would
+// lose if the kernels of dX, dgamma and dbeta came early.
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

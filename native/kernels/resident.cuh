@@ -423,9 +423,6 @@ __global__ void __launch_bounds__(
       item.groups * item.parts);
 
   exchange.begin(); // later, it would cost registers
-  if (!kWholeChip && !kAllSamples && sums != nullptr) {
-    allow_next_kernel();
-  }
   wait_for_previous_kernel();
   ParameterCopy<TY> gammas(gamma, 1, item.channels);
   ParameterCopy<TY> means(mean_in, 0, item.groups);

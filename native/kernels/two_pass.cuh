@@ -282,7 +282,6 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
       idle ? 0 : static_cast<int>(index % shape.G) * shape.D.divisor();
   const Pair<Acc>* const own = sums + n * splits * shape.C + first;
 
-  allow_next_kernel();
   wait_for_previous_kernel();
   Acc sum[2] = {0, 0}; // of gamma dY, gamma dY xhat
   const int64_t items = static_cast<int64_t>(splits) * shape.D.divisor();
@@ -337,7 +336,6 @@ __global__ void __launch_bounds__(
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
       shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
-  allow_next_kernel();
   wait_for_previous_kernel();
   if (!at.active) {
     return;
