@@ -3,9 +3,10 @@
     python tools/bench_cpu.py                          # every row of tests/shapes.py's CPU_CASES
     python tools/bench_cpu.py --cases model --only sd15_unet
 
-Each round gives everything a turn of some calls: y.copy_(x) of the channels-last tensor, stock on
-NCHW tensors, stock on channels-last ones and ours on the same; forward (under no_grad) and forward
-plus autograd's backward to X, gamma and beta, results allocated by the call. The first call of a
+Each round gives everything a turn of some calls: y.copy_(x) of the channels-last tensor, the same
+to a tensor that is allocated for it, stock on NCHW tensors, stock on channels-last ones and ours on
+the same; forward (under no_grad) and forward plus autograd's backward to X, gamma and beta, results
+allocated by the call, which from 32 MB on can cost more than what is computed. The first call of a
 turn, which finds the caches full of the turn before, is not counted. Figures are medians in
 milliseconds over the calls; the results file has the least times too, which other load on the
 machine disturbs less. Before it is timed, each case is checked against fp64 with the test suite's
@@ -40,9 +41,12 @@ STOCK = ("stock_nchw", "stock_channels_last")
 
 
 def steps_of(case: shapes.Case, inputs: reference.Inputs) -> dict[str, timing.Step]:
-    """What a round times, by name: "copy", then "fwd NAME" and "fwd_bwd NAME"."""
+    """What a round times, by name: "copy", "copy_new", then "fwd NAME" and "fwd_bwd NAME"."""
     like_X = torch.empty_like(inputs.X)
-    steps: dict[str, timing.Step] = {"copy": lambda: like_X.copy_(inputs.X)}
+    steps: dict[str, timing.Step] = {
+        "copy": lambda: like_X.copy_(inputs.X),
+        "copy_new": lambda: torch.empty_like(inputs.X).copy_(inputs.X),
+    }
     for name, layout in _bench.LAYOUTS.items():
         both = timing.steps(F.group_norm, inputs, layout)
         steps |= {f"{what} {name}": step for what, step in both.items()}
@@ -73,7 +77,7 @@ def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
     times = _bench.time_rounds(steps_of(case, inputs), seconds)
     row["calls"] = min(len(values) for values in times.values())
     for kind, figure in (("median", statistics.median), ("least", min)):
-        figures: dict[str, Any] = {"copy": 0.0, "fwd": {}, "fwd_bwd": {}}
+        figures: dict[str, Any] = {"copy": 0.0, "copy_new": 0.0, "fwd": {}, "fwd_bwd": {}}
         for name, values in times.items():
             what, _, who = name.partition(" ")
             value = round(figure(values), 4)
@@ -104,7 +108,7 @@ def summary(rows: list[dict[str, Any]], kind: str = "median") -> dict[str, float
 
 def table(rows: list[dict[str, Any]], kind: str = "median") -> str:
     """The rows as text: milliseconds, and how many times faster than stock's faster layout."""
-    head = f"{'case':<16}{'shape':<20}{'dtype':<10}{'copy':>8}"
+    head = f"{'case':<16}{'shape':<20}{'dtype':<10}{'copy':>8}{'to new':>8}"
     for what in ("fwd", "fwd_bwd"):
         head += f" | {what + ': NCHW':>13}{'NHWC':>9}{'ours':>9}{'faster':>8}"
         head += f"{'x copy':>8}" if what == "fwd" else ""
@@ -112,7 +116,8 @@ def table(rows: list[dict[str, Any]], kind: str = "median") -> str:
     for row in rows:
         figures = row[kind]
         shape = "x".join(map(str, row["shape"]))
-        line = f"{row['name']:<16}{shape:<20}{row['dtype']:<10}{figures['copy']:>8.3f}"
+        line = f"{row['name']:<16}{shape:<20}{row['dtype']:<10}"
+        line += f"{figures['copy']:>8.3f}{figures['copy_new']:>8.3f}"
         for what in ("fwd", "fwd_bwd"):
             nchw, nhwc = (figures[what][s] for s in STOCK)
             ours = figures[what]["gn_override"]

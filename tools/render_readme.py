@@ -182,10 +182,13 @@ def fused(content: dict[str, Any]) -> str:
 
 def cpu(content: dict[str, Any]) -> str:
     """Rows of tools/bench_cpu.py: medians."""
+    copies = {"copy": "copy, ms", "copy_new": "copy to a new tensor, ms"}
+    copies = {key: copies[key] for key in copies if key in content["rows"][0]["median"]}
     rows = []
     for row in content["rows"]:
         median = row["median"]
-        line = [f"{_shape(row)}, G={row['groups']}", row["dtype"], number(median["copy"])]
+        line = [f"{_shape(row)}, G={row['groups']}", row["dtype"]]
+        line += [number(median[key]) for key in copies]
         for what in ("fwd", "fwd_bwd"):
             times = median[what]
             ours = times["gn_override"]
@@ -196,7 +199,7 @@ def cpu(content: dict[str, Any]) -> str:
             ]
         rows.append(line)
     parts = ["ms", "stock / ours", "stock NCHW / ours"]
-    header = ["shape", "dtype", "copy, ms", *(f"forward {p}" for p in parts)]
+    header = ["shape", "dtype", *copies.values(), *(f"forward {p}" for p in parts)]
     return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
 
 
