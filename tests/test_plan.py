@@ -314,9 +314,11 @@ def test_idle_threads_take_no_room():
             plan = geometry(answer)
             fewest = -(-plan["rows"] * plan["columns"] // 32) * 32
             reads_again = plan["pixels_kept"] < -(-plan["pixels_per_split"] // plan["rows"])
-            assert plan["threads"] == (fewest if reads_again else 512), answer
+            assert plan["threads"] >= fewest, answer
             idle += plan["threads"] > fewest
-            full += reads_again and fewest < 512
+            if reads_again:
+                assert plan["threads"] == fewest, answer
+                full += 1
     assert idle and full, "cases of both kinds"
 
 

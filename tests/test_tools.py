@@ -786,7 +786,8 @@ def test_worthy_plans_are_printed_as_rows_of_the_table():
     pinned = "{kBackward, kGeluTanh, 2, 320, 64, 32, {kResident, 5, 3, 224}, 0.75},"
     assert row(best, 6.0).endswith(f"measured_cuda.h: {pinned}")
     assert "measured_cuda.h" not in row(best, 7.9), "not worth it"
-    assert "{kCooperative, 20, 2, 0}" in row("cooperative columns=20 samples_per_wave=2", 6.0)
+    chip = row("cooperative columns=20 samples_per_wave=2 threads=320", 6.0)
+    assert "{kCooperative, 20, 2, 320}" in chip
     assert "{kRegisters, 0, 0, 128}" in row("registers columns=2 threads=128", 6.0)
     assert "{kTwoPass, 0, 0, 0}" in row("two_pass columns=20 threads=256", 6.0)
 

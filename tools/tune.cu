@@ -312,7 +312,9 @@ std::vector<Plan> plans_of(const Problem& problem, Device device) {
     // More than 24 waves are never the fastest.
     for (int64_t samples = problem.N; samples > 0 && 24 * samples >= problem.N;
          samples = samples * 3 / 4) {
-      add(Scheme::kCooperative, columns, static_cast<int>(samples), 0);
+      for (int threads = 192; threads <= 512; threads += 32) {
+        add(Scheme::kCooperative, columns, static_cast<int>(samples), threads);
+      }
     }
   }
   return plans;

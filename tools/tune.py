@@ -149,10 +149,9 @@ def measured_plan(row: Row, plan: str, activation: str) -> str:
     """A plan as a row of native/plan/measured_cuda.h, which pins it."""
     scheme, *fields = plan.split()
     numbers = dict(field.split("=") for field in fields)
-    if scheme == "resident":
-        pins = (numbers["columns"], numbers["splits"], numbers["threads"])
-    elif scheme == "cooperative":
-        pins = (numbers["columns"], numbers["samples_per_wave"], "0")
+    if scheme in ("resident", "cooperative"):
+        splits = "splits" if scheme == "resident" else "samples_per_wave"
+        pins = (numbers["columns"], numbers[splits], numbers["threads"])
     else:
         pins = ("0", "0", numbers["threads"] if scheme == "registers" else "0")
     N, C, *pixels = row["shape"]

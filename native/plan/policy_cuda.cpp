@@ -145,6 +145,10 @@ constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
 constexpr int kMostThreads = 512;
+// Of the whole chip, whose blocks are alone on their multiprocessors: fewer
+// leave more of the shared memory for what the block keeps, in whole batches of
+// all threads, and have less to fold.
+constexpr int kWholeChipThreads = 384;
 // Blocks of kThreads and kMostThreads leave shared memory unused where pixels
 // are by sevens (ResNet's 56 x 56, ...). These are for where more of them fit a
 // multiprocessor than of kThreads, if few of those do and the elements have two
@@ -390,6 +394,8 @@ Candidate cooperative_candidate(
     int64_t samples) {
   Candidate result;
   Plan& plan = result.plan;
+  const int threads =
+      device.pins.threads > 0 ? device.pins.threads : kWholeChipThreads;
   const int64_t tiles = ceil_div(
       problem.C, static_cast<int64_t>(columns) * vector_width(problem));
   const int64_t splits = device.sm_count / (samples * tiles);
@@ -401,7 +407,7 @@ Candidate cooperative_candidate(
       Scheme::kCooperative,
       columns,
       static_cast<int>(std::min(splits, problem.HxW)),
-      kMostThreads);
+      threads);
   plan.samples_per_wave = samples;
   if (plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
     return result;
@@ -420,7 +426,7 @@ Candidate cooperative_candidate(
   };
   // Threads without a row help to fold, but their places keep nothing.
   const int fewest = plan.threads;
-  int64_t batches = batches_for(kMostThreads);
+  int64_t batches = batches_for(std::max(threads, fewest));
   if (batches < wanted) {
     batches = batches_for(fewest);
   }
