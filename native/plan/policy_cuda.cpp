@@ -145,9 +145,9 @@ constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
 constexpr int kMostThreads = 512;
-// Of the whole chip, whose blocks are alone on their multiprocessors: fewer
-// leave more of the shared memory for what the block keeps, in whole batches of
-// all threads, and have less to fold.
+// Of blocks of the whole chip, where no activation keeps them busy: the fewer
+// there are, the smaller is a batch, of which shared memory holds whole ones,
+// and the less there is to fold.
 constexpr int kWholeChipThreads = 384;
 // Blocks of kThreads and kMostThreads leave shared memory unused where pixels
 // are by sevens (ResNet's 56 x 56, ...). These are for where more of them fit a
@@ -394,8 +394,9 @@ Candidate cooperative_candidate(
     int64_t samples) {
   Candidate result;
   Plan& plan = result.plan;
-  const int threads =
-      device.pins.threads > 0 ? device.pins.threads : kWholeChipThreads;
+  const int threads = device.pins.threads > 0 ? device.pins.threads
+      : problem.is_fused()                    ? kMostThreads
+                                              : kWholeChipThreads;
   const int64_t tiles = ceil_div(
       problem.C, static_cast<int64_t>(columns) * vector_width(problem));
   const int64_t splits = device.sm_count / (samples * tiles);
