@@ -1,4 +1,4 @@
-"""Which calls of a norm with an activation are for this package's operators."""
+"""A norm with an activation by this package's operators, where the call is for them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,12 @@ _INTEGERS = {int, torch.SymInt}
 _NUMBERS = {float, int}
 
 # Looked up once: a call is a few microseconds.
-_is_enabled = torch.ops.gn_override.is_enabled.default
-_add_group_norm_act = torch.ops.gn_override.add_group_norm_act.default
+_group_norm_act_or_none = torch.ops.gn_override.group_norm_act_or_none.default
+_tracing_state = torch._C._get_tracing_state  # of torch.jit.trace
 _transform = torch._C._functorch.maybe_current_level  # of torch.func
 
 
-def takes(
-    input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> bool:
-    """Whether group_norm_act runs functional.group_norm() with these and an activation."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        or _transform() is not None
-        or not {type(input), type(weight), type(bias)} <= _KNOWN
-        or input.is_contiguous()
-        or not _is_enabled()
-        # What F.group_norm refuses before it calls an operator is among these.
-        or type(num_groups) not in _INTEGERS
-        or type(eps) not in _NUMBERS
-        or input.dim() < 2
-        or num_groups <= 0
-        or input.numel() < 2 * num_groups
-    )
-
-
-def group_norm_of_sum(
+def group_norm_act(
     input: Tensor,
     addend: object,
     num_groups: int,
@@ -49,30 +29,29 @@ def group_norm_of_sum(
 ) -> Tensor | None:
     """``functional.group_norm(input + addend, ...)`` as one kernel; None where none does that.
 
-    The kernel rounds no sum, and has no backward.
+    Where something is added, the kernel rounds no sum and has no backward.
 
     Args:
         input: [N, C, *spatial].
-        addend: [N, C, 1, ...], in input's dtype.
+        addend: None, or whatever is added: a kernel does it where that is [N, C, 1, ...], in
+            input's dtype, on a CUDA device.
         num_groups, weight, bias, eps, activation: as in functional.group_norm().
     """
     if (
-        type(addend) not in _KNOWN
-        or not isinstance(addend, Tensor)
-        or not takes(input, num_groups, weight, bias, eps)
-        or not input.is_cuda
-        or addend.device != input.device
-        or addend.dtype != input.dtype
-        or addend.dim() != input.dim()
-        or addend.shape[:2] != input.shape[:2]
-        or addend.numel() != addend.shape[0] * addend.shape[1]
-        or torch.is_autocast_enabled("cuda")
-        or (
-            torch.is_grad_enabled()
-            and any(t is not None and t.requires_grad for t in (input, addend, weight, bias))
-        )
+        torch.compiler.is_compiling()
+        or _tracing_state() is not None
+        or _transform() is not None
+        or type(input) not in _KNOWN
+        or type(weight) not in _KNOWN
+        or type(bias) not in _KNOWN
+        or type(addend) not in _KNOWN
+        # What F.group_norm refuses before it calls an operator is among these.
+        or type(num_groups) not in _INTEGERS
+        or type(eps) not in _NUMBERS
+        or input.numel() < 2 * num_groups
     ):
         return None
-    added = addend.reshape(addend.shape[:2])
-    output: Tensor = _add_group_norm_act(input, added, num_groups, weight, bias, eps, activation)
+    output: Tensor | None = _group_norm_act_or_none(
+        input, addend, num_groups, weight, bias, eps, activation
+    )
     return output

@@ -137,11 +137,12 @@ def run(x: Tensor, *steps: Callable[[Tensor], Tensor] | str) -> Tensor:
             position, activation = pair
             norm: Any = steps[first]
             arguments = norm.num_groups, norm.weight, norm.bias, norm.eps, activation
+            of_sum = None
             if isinstance(step, _forward.Addition):
-                of_sum = _calls.group_norm_of_sum(x, step.addend, *arguments)
-                x = functional.group_norm(step(x), *arguments) if of_sum is None else of_sum
-            else:
-                x = functional.group_norm(x, *arguments)
+                if step.addend is not None:
+                    of_sum = _calls.group_norm_act(x, step.addend, *arguments)
+                x = step(x) if of_sum is None else of_sum
+            x = functional.group_norm(x, *arguments) if of_sum is None else of_sum
         else:
             x = _activations.STOCK[step](x) if isinstance(step, str) else step(x)
         position += 1

@@ -38,7 +38,7 @@ def install() -> None:
     fake_impls.register_op_impl(_BACKWARD)(_fake_backward)
     torch.library.register_fake("gn_override::group_norm_act", _fake_act)
     torch.library.register_fake("gn_override::group_norm_act_backward", _fake_act_backward)
-    torch.library.register_fake("gn_override::add_group_norm_act", _fake_add)
+    torch.library.register_fake("gn_override::group_norm_act_inference", _fake_inference)
 
 
 def follow() -> None:
@@ -134,9 +134,9 @@ def _fake_act(
     return _empty_like(input, ours, dtype), mean, rstd
 
 
-def _fake_add(
+def _fake_inference(
     input: Tensor,
-    added: Tensor,
+    added: Tensor | None,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gn_override import _activations, _calls
-
-_group_norm_act = torch.ops.gn_override.group_norm_act.default
 
 
 def group_norm(
@@ -43,7 +40,9 @@ def group_norm(
         What F.group_norm raises for the other arguments.
     """
     _activations.check(activation)
-    if activation == "identity" or not _calls.takes(input, num_groups, weight, bias, eps):
-        return _activations.STOCK[activation](F.group_norm(input, num_groups, weight, bias, eps))
-    output: Tensor = _group_norm_act(input, num_groups, weight, bias, eps, activation)[0]
+    output = None
+    if activation != "identity":
+        output = _calls.group_norm_act(input, None, num_groups, weight, bias, eps, activation)
+    if output is None:
+        output = _activations.STOCK[activation](F.group_norm(input, num_groups, weight, bias, eps))
     return output

@@ -52,7 +52,7 @@ from gn_override._explain import explain_shape
 
 op = torch.ops.gn_override.group_norm_act
 op_backward = torch.ops.gn_override.group_norm_act_backward
-op_add = torch.ops.gn_override.add_group_norm_act
+op_inference = torch.ops.gn_override.group_norm_act_inference
 
 DTYPES = {
     "float": (torch.float32, None),
@@ -325,12 +325,40 @@ def test_every_activation_of_a_scheme(pin, scheme, activation, dtype):  # noqa: 
     assert_parity(ours, inputs, activation)
 
 
-# --- a value of each channel added first ------------------------------------------------------
+# --- the result alone, and a value of each channel added first --------------------------------
+
+
+@few_cases
+@pytest.mark.parametrize("dtypes", list(DTYPES.values())[:6], ids=list(DTYPES)[:6])
+@pytest.mark.parametrize("layout", ["channels_last", "nchw"])
+@all_activations
+def test_inference(device, case, dtypes, layout, activation):
+    i = make_inputs(case, device, *dtypes, layout=layout)
+    expected = op(i.X, i.groups, i.gamma, i.beta, i.eps, activation)[0]
+    Y = op_inference(i.X, None, i.groups, i.gamma, i.beta, i.eps, activation)
+    assert Y.stride() == expected.stride() and torch.equal(Y, expected)
+
+
+@pytest.mark.cuda
+@all_pins
+@pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtypes", SCHEME_DTYPES.values(), ids=SCHEME_DTYPES)
+def test_inference_of_a_scheme(pin, dtypes, case, pins):  # noqa: F811
+    """What a block leaves for others stands behind the statistics."""
+    i = make_inputs(case, "cuda", *dtypes)
+    pin(*pins)
+    torch.ops.gn_override.reset_counters()
+    Y = op_inference(i.X, None, i.groups, i.gamma, i.beta, i.eps, "silu")
+    if {name.split()[2] for name in torch.ops.gn_override.counters()} != {pins[0]}:
+        pytest.skip(f"no {pins[0]} plan of such a geometry")
+    assert torch.equal(Y, op(i.X, i.groups, i.gamma, i.beta, i.eps, "silu")[0])
 
 
 def run_add(inputs: Inputs, added: Tensor, activation: str) -> Results:
     i = inputs
-    return Results(op_add(i.X, added, i.groups, i.gamma, i.beta, i.eps, activation), None, None)
+    return Results(
+        op_inference(i.X, added, i.groups, i.gamma, i.beta, i.eps, activation), None, None
+    )
 
 
 @few_cases
@@ -384,16 +412,19 @@ def test_added_wherever_it_stands(shift, strided):
     assert_parity_of_sum(ours, inputs, added, "silu")
 
 
-def test_added_has_gradients(device):
+@pytest.mark.parametrize("adds", [True, False])
+def test_inference_has_gradients(device, adds):
     """By an addition and group_norm_act."""
     i = make_inputs(FEW[0], device, torch.float32)
-    added = make_added(i)
-    operands = [t.detach().requires_grad_() for t in (i.X, added, i.gamma, i.beta)]
-    Y = op_add(operands[0], operands[1], i.groups, *operands[2:], i.eps, "silu")
+    operands = [t.detach().requires_grad_() for t in (i.X, i.gamma, i.beta, make_added(i))]
+    X, gamma, beta, added = operands
+    if not adds:
+        operands, added = operands[:3], None
+    Y = op_inference(X, added, i.groups, gamma, beta, i.eps, "silu")
     ours = torch.autograd.grad(Y, operands, i.dY)
     with override_off():
-        X = operands[0] + operands[1].reshape(*added.shape, 1, 1)
-        Z = F.group_norm(X, i.groups, *operands[2:], i.eps)
+        moved = X + added.reshape(*added.shape, 1, 1) if adds else X
+        Z = F.group_norm(moved, i.groups, gamma, beta, i.eps)
         theirs = torch.autograd.grad(F.silu(Z), operands, i.dY)
     for mine, aten in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, aten, rtol=1e-4, atol=1e-4)
@@ -403,7 +434,7 @@ def test_added_has_gradients(device):
 def test_added_of_another_shape(device, shape):
     X = lay_out(torch.randn(2, 8, 5, 3, device=device), "channels_last")
     with pytest.raises(ValueError, match=r"added must be \[N, C\]"):
-        op_add(X, torch.zeros(shape, device=device), 4, None, None, 1e-5, "silu")
+        op_inference(X, torch.zeros(shape, device=device), 4, None, None, 1e-5, "silu")
 
 
 # --- the functions themselves -----------------------------------------------------------------

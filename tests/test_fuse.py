@@ -538,14 +538,15 @@ class Added(nn.Module):
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     """What is added where run() asks for one kernel, and whether there is one."""
     asked = []
-    original = _calls.group_norm_of_sum
+    original = _calls.group_norm_act
 
     def ask(input: Tensor, addend: object, *arguments: Any) -> Tensor | None:
         result = original(input, addend, *arguments)
-        asked.append((addend, result is not None))
+        if addend is not None:
+            asked.append((addend, result is not None))
         return result
 
-    monkeypatch.setattr(_calls, "group_norm_of_sum", ask)
+    monkeypatch.setattr(_calls, "group_norm_act", ask)
     return asked
 
 
@@ -568,6 +569,24 @@ def test_added(device: str, shape: tuple[int, ...], sums: list[tuple[Any, bool]]
     assert [taken for _, taken in sums] == [per_channel, False, False, False, False]
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_is_no_addend() -> None:
+    """What PyTorch refuses to add, it still refuses."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(4, 8), nn.SiLU()
+
+        def forward(self, x: Tensor, shift: Any) -> Tensor:
+            h = self.norm(x + shift)
+            return self.act(h)
+
+    model = Net()
+    assert len(gn_override.fuse(model).fused) == 1
+    with pytest.raises(TypeError), torch.no_grad():
+        model(image(), None)
 
 
 @pytest.mark.cuda

@@ -136,7 +136,7 @@ def with_norms_as(instead: Callable[[Tensor], Tensor], step: Step) -> Step:
         with (
             mock.patch.object(F, "group_norm", norm),
             mock.patch.object(gn_override.functional, "group_norm", norm),
-            mock.patch.object(_calls, "group_norm_of_sum", norm),
+            mock.patch.object(_calls, "group_norm_act", norm),
         ):
             return step()
 

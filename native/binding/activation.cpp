@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -134,11 +135,13 @@ Tensor weight_of(const OptionalTensor& gamma, const Tensor& X) {
 } // namespace
 
 Activation parse_activation(std::string_view name) {
-  std::string valid;
   for (const NamedActivation& candidate : kActivations) {
     if (candidate.name == name) {
       return candidate.activation;
     }
+  }
+  std::string valid;
+  for (const NamedActivation& candidate : kActivations) {
     valid += (valid.empty() ? "" : ", ") + std::string(candidate.name);
   }
   TORCH_CHECK_VALUE(
@@ -218,29 +221,28 @@ Result composite_backward(
       output_mask[2] ? dbeta.to(param_type) : Tensor()};
 }
 
-at::Tensor composite_add(
+at::Tensor composite_inference(
     const Tensor& X,
-    const Tensor& added,
+    const OptionalTensor& added,
     int64_t group,
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
     std::string_view activation) {
-  c10::SymDimVector of_pixels(X.dim(), 1);
-  TORCH_CHECK_VALUE(
-      X.dim() >= 2 && added.dim() == 2 && added.sym_size(0) == X.sym_size(0) &&
-          added.sym_size(1) == X.sym_size(1),
-      "gn_override: added must be [N, C] of an input [N, C, *]");
-  of_pixels[0] = X.sym_size(0);
-  of_pixels[1] = X.sym_size(1);
+  Tensor sum = X;
+  if (defined(added)) {
+    c10::SymDimVector of_pixels(X.dim(), 1);
+    TORCH_CHECK_VALUE(
+        X.dim() >= 2 && added->dim() == 2 &&
+            added->sym_size(0) == X.sym_size(0) &&
+            added->sym_size(1) == X.sym_size(1),
+        "gn_override: added must be [N, C] of an input [N, C, *]");
+    of_pixels[0] = X.sym_size(0);
+    of_pixels[1] = X.sym_size(1);
+    sum = X + added->reshape_symint(of_pixels);
+  }
   return std::get<0>(call_group_norm_act(
-      X + added.reshape_symint(of_pixels),
-      group,
-      gamma,
-      beta,
-      eps,
-      activation,
-      std::nullopt));
+      sum, group, gamma, beta, eps, activation, std::nullopt));
 }
 
 // -- autograd ----------------------------------------------------------------
@@ -354,6 +356,11 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
   }
 };
 
+template <typename... Operands>
+bool wants_gradient(const Operands&... operands) {
+  return at::GradMode::is_enabled() && (requires_grad(operands) || ...);
+}
+
 Result autograd_forward(
     const Tensor& X,
     int64_t group,
@@ -367,8 +374,7 @@ Result autograd_forward(
       inside_functorch_transform()) {
     return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);
   }
-  if (at::GradMode::is_enabled() &&
-      (requires_grad(X) || requires_grad(gamma) || requires_grad(beta))) {
+  if (wants_gradient(X, gamma, beta)) {
     variable_list results = ActivatedNorm::apply(
         to_record(X),
         to_record(gamma),
@@ -383,27 +389,71 @@ Result autograd_forward(
   return call_group_norm_act(X, group, gamma, beta, eps, activation, out_dtype);
 }
 
-Tensor autograd_add(
+Tensor call_inference(
     const Tensor& X,
-    const Tensor& added,
+    const OptionalTensor& added,
     int64_t group,
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
     std::string_view activation) {
-  const bool differentiated = at::GradMode::is_enabled() &&
-      (requires_grad(X) || requires_grad(added) || requires_grad(gamma) ||
-       requires_grad(beta));
-  if (differentiated || is_dual(X) || is_dual(added) || is_dual(gamma) ||
-      is_dual(beta) || inside_functorch_transform()) {
-    return composite_add(X, added, group, gamma, beta, eps, activation);
-  }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   static const auto op =
       c10::Dispatcher::singleton()
-          .findSchemaOrThrow("gn_override::add_group_norm_act", "")
-          .typed<decltype(composite_add)>();
+          .findSchemaOrThrow("gn_override::group_norm_act_inference", "")
+          .typed<decltype(composite_inference)>();
   return op.call(X, added, group, gamma, beta, eps, activation);
+}
+
+Tensor autograd_inference(
+    const Tensor& X,
+    const OptionalTensor& added,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  if (wants_gradient(X, added, gamma, beta) || is_dual(X) || is_dual(added) ||
+      is_dual(gamma) || is_dual(beta) || inside_functorch_transform()) {
+    return composite_inference(X, added, group, gamma, beta, eps, activation);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call_inference(X, added, group, gamma, beta, eps, activation);
+}
+
+// -- a call of Python's ------------------------------------------------------
+
+// added: whatever has been found beside the input, [N, C, 1, ...] where a
+// kernel can add it.
+OptionalTensor group_norm_act_or_none(
+    const Tensor& X,
+    const OptionalTensor& added,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  if (!is_on() || X.is_contiguous() || X.dim() < 2 || group <= 0) {
+    return std::nullopt;
+  }
+  const bool keeps_nothing = !wants_gradient(X, added, gamma, beta) &&
+      !at::autocast::is_autocast_enabled(X.device().type());
+  if (!defined(added)) {
+    return keeps_nothing
+        ? call_inference(X, std::nullopt, group, gamma, beta, eps, activation)
+        : std::get<0>(call_group_norm_act(
+              X, group, gamma, beta, eps, activation, std::nullopt));
+  }
+  const auto of_channels = [&] {
+    return added->dim() == X.dim() && added->sym_size(0) == X.sym_size(0) &&
+        added->sym_size(1) == X.sym_size(1) &&
+        added->sym_numel() == X.sym_size(0) * X.sym_size(1);
+  };
+  if (!keeps_nothing || !X.is_cuda() || added->device() != X.device() ||
+      added->scalar_type() != X.scalar_type() || !of_channels()) {
+    return std::nullopt;
+  }
+  return call_inference(
+      X, added->flatten(1), group, gamma, beta, eps, activation);
 }
 
 // -- registration ------------------------------------------------------------
@@ -422,27 +472,32 @@ TORCH_LIBRARY_FRAGMENT(gn_override, m) {
       "str activation, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       tags);
   m.def(
-      "add_group_norm_act(Tensor input, Tensor added, int num_groups, "
+      "group_norm_act_inference(Tensor input, Tensor? added, int num_groups, "
       "Tensor? weight=None, Tensor? bias=None, float eps=1e-05, "
       "str activation=\"identity\") -> Tensor",
+      tags);
+  m.def(
+      "group_norm_act_or_none(Tensor input, Tensor? added, int num_groups, "
+      "Tensor? weight, Tensor? bias, float eps, str activation) -> Tensor?",
+      group_norm_act_or_none,
       tags);
 }
 
 TORCH_LIBRARY_IMPL(gn_override, CompositeExplicitAutograd, m) {
   m.impl("group_norm_act", TORCH_FN(composite_forward));
   m.impl("group_norm_act_backward", TORCH_FN(composite_backward));
-  m.impl("add_group_norm_act", TORCH_FN(composite_add));
+  m.impl("group_norm_act_inference", TORCH_FN(composite_inference));
 }
 
 TORCH_LIBRARY_IMPL(gn_override, FuncTorchBatchedDecomposition, m) {
   m.impl("group_norm_act", TORCH_FN(composite_forward));
   m.impl("group_norm_act_backward", TORCH_FN(composite_backward));
-  m.impl("add_group_norm_act", TORCH_FN(composite_add));
+  m.impl("group_norm_act_inference", TORCH_FN(composite_inference));
 }
 
 TORCH_LIBRARY_IMPL(gn_override, Autograd, m) {
   m.impl("group_norm_act", TORCH_FN(autograd_forward));
-  m.impl("add_group_norm_act", TORCH_FN(autograd_add));
+  m.impl("group_norm_act_inference", TORCH_FN(autograd_inference));
   m.impl(
       "group_norm_act_backward",
       torch::autograd::autogradNotImplementedFallback());

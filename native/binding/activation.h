@@ -9,9 +9,13 @@
 //   CPU, CUDA         activated_forward, activated_backward below
 //   any other, vmap   the composite
 //
-// gn_override::add_group_norm_act is that of X + added, where added is [N, C];
-// on CUDA in one kernel, which rounds no sum. It has no backward: where a
-// gradient is wanted, it is an addition and group_norm_act.
+// gn_override::group_norm_act_inference is Y alone, of X + added where there is
+// an added [N, C]: on CUDA one kernel, which rounds no sum. It has no backward:
+// where a gradient is wanted, it is an addition and group_norm_act.
+//
+// gn_override::group_norm_act_or_none is what a call of Python's asks: Y, by
+// whichever of these is right, or None where PyTorch's own operators are for
+// the call. Checks are cheaper here.
 #pragma once
 
 #include <array>
@@ -58,10 +62,10 @@ Result call_group_norm_act(
     std::string_view activation,
     std::optional<at::ScalarType> out_dtype);
 
-// activation(group_norm(X + added)) by an addition and group_norm_act.
-at::Tensor composite_add(
+// group_norm_act_inference by an addition and group_norm_act.
+at::Tensor composite_inference(
     const at::Tensor& X,
-    const at::Tensor& added,
+    const OptionalTensor& added,
     int64_t group,
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
@@ -102,6 +106,35 @@ Result activated_forward(
     }
   }
   return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);
+}
+
+template <typename Backend>
+at::Tensor activated_inference(
+    const at::Tensor& X,
+    const OptionalTensor& added,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation) {
+  const Activation kind = parse_activation(activation);
+  const bool adds = added.has_value() && added->defined();
+  if (X.dim() >= 2) {
+    const auto [N, C, HxW] = sizes_of(X);
+    Classified call =
+        classify_forward(X, gamma, beta, X.scalar_type(), N, C, HxW, group);
+    fuse<Backend>(call, kind);
+    call.problem.wide_statistics = true;
+    call.problem.adds = adds;
+    if (!adds || Backend::adds(call.problem, X, *added)) {
+      if (const std::optional<Result> result =
+              run_forward<Backend, /*kStatistics=*/false>(
+                  Op::kActForward, call, X, gamma, beta, eps, added)) {
+        return std::get<0>(*result);
+      }
+    }
+  }
+  return composite_inference(X, added, group, gamma, beta, eps, activation);
 }
 
 template <typename Backend>

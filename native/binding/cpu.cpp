@@ -57,6 +57,10 @@ struct CPUBackend {
     return eps;
   }
 
+  static bool adds(const Problem&, const at::Tensor&, const at::Tensor&) {
+    return false;
+  }
+
   static void run(
       const Problem& problem,
       const Plan& plan,
@@ -110,6 +114,7 @@ Result group_norm_act_backward_cpu(
 
 TORCH_LIBRARY_IMPL(gn_override, CPU, m) {
   m.impl("group_norm_act", TORCH_FN(group_norm_act_cpu));
+  m.impl("group_norm_act_inference", TORCH_FN(activated_inference<CPUBackend>));
   m.impl("group_norm_act_backward", TORCH_FN(group_norm_act_backward_cpu));
 }
 

@@ -92,6 +92,18 @@ struct CUDABackend {
     }
   }
 
+  // Two passes do not. A copy, where there is one, is aligned.
+  static bool
+  adds(const Problem& problem, const at::Tensor& X, const at::Tensor& added) {
+    return problem.is_fused() &&
+        added.sizes() == at::IntArrayRef{problem.N, problem.C} &&
+        added.scalar_type() == X.scalar_type() &&
+        added.device() == X.device() &&
+        (!added.is_contiguous() ||
+         reinterpret_cast<uintptr_t>(added.const_data_ptr()) % 16 == 0) &&
+        cached_plan(problem, device(X)).scheme != Scheme::kTwoPass;
+  }
+
   static void run(
       const Problem& problem,
       const Plan& plan,
@@ -145,45 +157,10 @@ Result group_norm_act_backward_cuda(
       dY, X, mean, rstd, gamma, beta, group, activation, output_mask);
 }
 
-at::Tensor add_group_norm_act_cuda(
-    const at::Tensor& X,
-    const at::Tensor& added,
-    int64_t group,
-    const OptionalTensor& gamma,
-    const OptionalTensor& beta,
-    double eps,
-    std::string_view activation) {
-  const Activation kind = parse_activation(activation);
-  const auto fits = [&](int64_t N, int64_t C) {
-    return kind != Activation::kIdentity &&
-        added.sizes() == at::IntArrayRef{N, C} &&
-        added.scalar_type() == X.scalar_type() && added.device() == X.device();
-  };
-  if (X.dim() >= 2 && fits(X.size(0), X.size(1))) {
-    const auto [N, C, HxW] = sizes_of(X);
-    Classified call =
-        classify_forward(X, gamma, beta, X.scalar_type(), N, C, HxW, group);
-    fuse<CUDABackend>(call, kind);
-    call.problem.wide_statistics = true;
-    call.problem.adds = true;
-    // A copy, where there is one, is aligned; two passes do not add.
-    const bool aligned = !added.is_contiguous() ||
-        reinterpret_cast<uintptr_t>(added.const_data_ptr()) % 16 == 0;
-    if (!call.declined && aligned &&
-        cached_plan(call.problem, CUDABackend::device(X)).scheme !=
-            Scheme::kTwoPass) {
-      if (const std::optional<Result> result = run_forward<CUDABackend>(
-              Op::kActForward, call, X, gamma, beta, eps, added)) {
-        return std::get<0>(*result);
-      }
-    }
-  }
-  return composite_add(X, added, group, gamma, beta, eps, activation);
-}
-
 TORCH_LIBRARY_IMPL(gn_override, CUDA, m) {
   m.impl("group_norm_act", TORCH_FN(group_norm_act_cuda));
-  m.impl("add_group_norm_act", TORCH_FN(add_group_norm_act_cuda));
+  m.impl(
+      "group_norm_act_inference", TORCH_FN(activated_inference<CUDABackend>));
   m.impl("group_norm_act_backward", TORCH_FN(group_norm_act_backward_cuda));
 }
 

@@ -5,8 +5,12 @@
 //     struct Guard { explicit Guard(const at::Tensor& X); };  // current device
 //     static const Device& device(const at::Tensor& X);
 //     static at::Tensor empty(sizes, strides, dtype, const at::Tensor& X);
-//     static double eps(double eps, at::ScalarType type);  // as stock rounds
-//     it static void run(const Problem&, const Plan&, const ForwardArguments&);
+//     // eps as stock rounds it
+//     static double eps(double eps, at::ScalarType type);
+//     // whether a kernel takes [N, C] values that are added to X
+//     static bool adds(const Problem&, const at::Tensor& X,
+//                      const at::Tensor& added);
+//     static void run(const Problem&, const Plan&, const ForwardArguments&);
 //     static void run(const Problem&, const Plan&, const BackwardArguments&);
 //     static Result stock_forward(...);   // same arguments as the native op
 //     static Result stock_backward(...);
@@ -42,14 +46,22 @@ inline void* mutable_data_or_null(const at::Tensor& tensor) {
 }
 
 template <typename Backend>
-at::Tensor empty_workspace(const Plan& plan, const at::Tensor& X) {
-  const auto bytes = static_cast<int64_t>(plan.workspace_bytes);
-  return bytes > 0 ? Backend::empty({bytes}, {1}, at::kByte, X) : at::Tensor();
+at::Tensor empty_bytes(size_t bytes, const at::Tensor& X) {
+  return bytes > 0
+      ? Backend::empty({static_cast<int64_t>(bytes)}, {1}, at::kByte, X)
+      : at::Tensor();
+}
+
+// Bytes of memory that `bytes` take where something else follows.
+constexpr size_t aligned(size_t bytes) {
+  constexpr size_t kAlignment = 256;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 // Runs a call that was classified as ours on our kernels; none where it is
-// declined, by its arguments or by the policy.
-template <typename Backend>
+// declined, by its arguments or by the policy. Without kStatistics these are no
+// results, and take no allocations of their own.
+template <typename Backend, bool kStatistics = true>
 std::optional<Result> run_forward(
     Op op,
     const Classified& call,
@@ -76,18 +88,14 @@ std::optional<Result> run_forward(
   const at::Tensor beta_ = contiguous_or_undefined(beta);
   const at::ScalarType statistics_type =
       to_scalar_type(problem.statistics_dtype());
-  const auto empty_statistic = [&] {
-    return Backend::empty(
-        {problem.N, problem.G}, {problem.G, 1}, statistics_type, X);
-  };
   at::Tensor Y = Backend::empty(
       X.sizes(),
       channels_last_strides(X.sizes()),
       to_scalar_type(problem.output_dtype()),
       X);
-  at::Tensor mean = empty_statistic();
-  at::Tensor rstd = empty_statistic();
-  const at::Tensor workspace = empty_workspace<Backend>(plan, X);
+  at::Tensor mean;
+  at::Tensor rstd;
+  at::Tensor workspace;
 
   ForwardArguments arguments;
   arguments.X = X_.const_data_ptr();
@@ -95,10 +103,25 @@ std::optional<Result> run_forward(
   arguments.gamma = data_or_null(gamma_);
   arguments.beta = data_or_null(beta_);
   arguments.Y = Y.mutable_data_ptr();
-  arguments.mean = mean.mutable_data_ptr();
-  arguments.rstd = rstd.mutable_data_ptr();
   arguments.eps = Backend::eps(eps, statistics_type);
-  arguments.workspace = mutable_data_or_null(workspace);
+  if constexpr (kStatistics) {
+    for (at::Tensor* statistic : {&mean, &rstd}) {
+      *statistic = Backend::empty(
+          {problem.N, problem.G}, {problem.G, 1}, statistics_type, X);
+    }
+    workspace = empty_bytes<Backend>(plan.workspace_bytes, X);
+    arguments.mean = mean.mutable_data_ptr();
+    arguments.rstd = rstd.mutable_data_ptr();
+    arguments.workspace = mutable_data_or_null(workspace);
+  } else {
+    const size_t statistic =
+        aligned(problem.N * problem.G * size_of(problem.statistics_dtype()));
+    workspace = empty_bytes<Backend>(2 * statistic + plan.workspace_bytes, X);
+    auto* const bytes = static_cast<char*>(mutable_data_or_null(workspace));
+    arguments.mean = bytes;
+    arguments.rstd = bytes + statistic;
+    arguments.workspace = bytes + 2 * statistic;
+  }
   Backend::run(problem, plan, arguments);
   count_taken(op, Backend::kCuda, plan.rule);
   return Result{std::move(Y), std::move(mean), std::move(rstd)};
@@ -146,7 +169,7 @@ std::optional<Result> run_backward(
   };
   at::Tensor dgamma = empty_parameter(problem.want_dgamma);
   at::Tensor dbeta = empty_parameter(problem.want_dbeta);
-  const at::Tensor workspace = empty_workspace<Backend>(plan, X);
+  const at::Tensor workspace = empty_bytes<Backend>(plan.workspace_bytes, X);
 
   BackwardArguments arguments;
   arguments.dY = dY_.const_data_ptr();
