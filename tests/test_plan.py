@@ -417,14 +417,18 @@ DTYPE_CODES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 @pytest.fixture(scope="module")
 def planner(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """native/plan and a driver, compiled by a plain C++20 compiler: no torch, no CUDA."""
+    return compiled(tmp_path_factory.mktemp("planner"), DRIVER, "native/plan/*.cpp")
+
+
+def compiled(directory: Path, driver: str, pattern: str) -> Path:
+    """The driver with the sources of this pattern."""
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    sources = sorted((ROOT / "native" / "plan").glob("*.cpp"))
+    sources = sorted(ROOT.glob(pattern))
     if not sources:
         pytest.skip("the tests run without the source tree")
-    directory = tmp_path_factory.mktemp("planner")
-    (directory / "driver.cpp").write_text(DRIVER)
+    (directory / "driver.cpp").write_text(driver)
     command = [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
     command += [*map(str, sources), str(directory / "driver.cpp"), "-o", str(directory / "driver")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -518,3 +522,65 @@ def test_cpu_runs_cover_the_pixels(planner):
     for (case, *_), plan in zip(questions, ask(planner, "cpu", questions), strict=True):
         run = plan["pixels_per_split"]
         assert (plan["splits"] - 1) * run < case.HxW <= plan["splits"] * run, plan
+
+
+# --- the cache -------------------------------------------------------------------------------
+
+CACHE_DRIVER = r"""
+#include <iostream>
+#include "native/binding/plan_cache.h"
+using namespace gn_override;
+
+int made = 0;
+
+namespace gn_override {
+
+Plan make_plan(const Problem& problem, const Device& device) {
+  ++made;
+  Plan plan;
+  plan.pixels_per_split = problem.C * problem.HxW + device.threads;
+  return plan;
+}
+
+} // namespace gn_override
+
+// Asks three times for the plans of a number of problems, and once more on another device; prints
+// how many plans were made before that, and after.
+int main() {
+  int count = 0;
+  std::cin >> count;
+  Device device;
+  for (int round = 0; round < 4; ++round) {
+    if (round == 3) {
+      std::cout << made << ' ';
+      device.threads = 7;
+    }
+    for (int i = 0; i < count; ++i) {
+      Problem problem;
+      problem.N = 2;
+      problem.G = 32;
+      problem.C = 320 * (1 + i % 6);
+      problem.HxW = 64 << i / 6;
+      const Plan& plan = binding::cached_plan(problem, device);
+      if (plan.pixels_per_split != problem.C * problem.HxW + device.threads) {
+        return 1;
+      }
+    }
+  }
+  std::cout << made << '\n';
+}
+"""
+
+
+def test_plans_are_remembered(tmp_path):
+    """Those of a model all; of more problems than there is room for, none is mixed up."""
+    driver = compiled(tmp_path, CACHE_DRIVER, "native/binding/plan_cache.cpp")
+
+    def made(count: int) -> list[int]:
+        done = subprocess.run(
+            [str(driver)], input=str(count), capture_output=True, text=True, check=True
+        )
+        return [int(number) for number in done.stdout.split()]
+
+    assert made(36) == [36, 72]
+    assert made(240)[0] > 240

@@ -15,6 +15,9 @@ struct Entry {
 };
 
 constexpr size_t kEntries = 128; // a power of two
+// A problem is in one of so many entries from its index on: a few dozens, of a
+// model, all find a place.
+constexpr size_t kPlaces = 8;
 
 size_t index_of(const Problem& problem) {
   uint64_t hash = 0;
@@ -43,7 +46,7 @@ size_t index_of(const Problem& problem) {
     options = 8 * options + option;
   }
   mix(options);
-  return hash & (kEntries - 1);
+  return hash % kEntries;
 }
 
 } // namespace
@@ -52,10 +55,21 @@ const Plan& cached_plan(const Problem& problem, const Device& device) {
   // On the heap: a thread that never asks has no room for them.
   thread_local const auto entries =
       std::make_unique<std::array<Entry, kEntries>>();
-  Entry& entry = (*entries)[index_of(problem)];
-  if (entry.problem != problem || entry.device != device) {
-    entry = {problem, device, make_plan(problem, device)};
+  const size_t index = index_of(problem);
+  size_t place = index; // for a new one: that of its index if none is empty
+  for (size_t i = 0; i < kPlaces; ++i) {
+    const size_t at = (index + i) % kEntries;
+    const Entry& entry = (*entries)[at];
+    if (entry.problem == problem && entry.device == device) {
+      return entry.plan;
+    }
+    if (entry.problem.N == 0) {
+      place = at;
+      break;
+    }
   }
+  Entry& entry = (*entries)[place];
+  entry = {problem, device, make_plan(problem, device)};
   return entry.plan;
 }
 
