@@ -145,9 +145,8 @@ constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
 constexpr int kMostThreads = 512;
-// Of blocks of the whole chip, where no activation keeps them busy: the fewer
-// there are, the smaller is a batch, of which shared memory holds whole ones,
-// and the less there is to fold.
+// Of blocks of the whole chip: the fewer there are, the smaller is a batch, of
+// which shared memory holds whole ones, and the less there is to fold.
 constexpr int kWholeChipThreads = 384;
 // Blocks of kThreads and kMostThreads leave shared memory unused where pixels
 // are by sevens (ResNet's 56 x 56, ...). These are for where more of them fit a
@@ -394,9 +393,13 @@ Candidate cooperative_candidate(
     int64_t samples) {
   Candidate result;
   Plan& plan = result.plan;
-  const int threads = device.pins.threads > 0 ? device.pins.threads
-      : problem.is_fused()                    ? kMostThreads
-                                              : kWholeChipThreads;
+  int threads = kWholeChipThreads;
+  if (problem.is_fused()) {
+    threads = kMostThreads; // they hide more of an activation
+  }
+  if (device.pins.threads > 0) {
+    threads = device.pins.threads;
+  }
   const int64_t tiles = ceil_div(
       problem.C, static_cast<int64_t>(columns) * vector_width(problem));
   const int64_t splits = device.sm_count / (samples * tiles);
