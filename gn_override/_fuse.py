@@ -141,7 +141,8 @@ def run(x: Tensor, *steps: Callable[[Tensor], Tensor] | str) -> Tensor:
             if isinstance(step, _forward.Addition):
                 if step.addend is not None:
                     of_sum = _calls.group_norm_act(x, step.addend, *arguments)
-                x = step(x) if of_sum is None else of_sum
+                if of_sum is None:
+                    x = step(x)
             x = functional.group_norm(x, *arguments) if of_sum is None else of_sum
         else:
             x = _activations.STOCK[step](x) if isinstance(step, str) else step(x)
