@@ -349,9 +349,14 @@ def test_inference_of_a_scheme(pin, dtypes, case, pins):  # noqa: F811
     pin(*pins)
     torch.ops.gn_override.reset_counters()
     Y = op_inference(i.X, None, i.groups, i.gamma, i.beta, i.eps, "silu")
-    if {name.split()[2] for name in torch.ops.gn_override.counters()} != {pins[0]}:
-        pytest.skip(f"no {pins[0]} plan of such a geometry")
+    skip_unless_ran(pins[0])
     assert torch.equal(Y, op(i.X, i.groups, i.gamma, i.beta, i.eps, "silu")[0])
+
+
+def skip_unless_ran(scheme: str) -> None:
+    """Since the counters were reset."""
+    if {name.split()[2] for name in torch.ops.gn_override.counters()} != {scheme}:
+        pytest.skip(f"no {scheme} plan of such a geometry")
 
 
 def run_add(inputs: Inputs, added: Tensor, activation: str) -> Results:
@@ -381,8 +386,7 @@ def test_added_of_a_scheme(pin, dtypes, case, pins):  # noqa: F811
     pin(*pins)
     torch.ops.gn_override.reset_counters()
     ours = run_add(inputs, added, "silu")
-    if {name.split()[2] for name in torch.ops.gn_override.counters()} != {pins[0]}:
-        pytest.skip(f"no {pins[0]} plan of such a geometry")
+    skip_unless_ran(pins[0])
     if case.numel < 100_000:  # long doubles are slow
         assert_parity_of_sum(ours, inputs, added, "silu")
     else:

@@ -82,6 +82,23 @@ void fuse(Classified& call, Activation activation) {
   }
 }
 
+// A forward call with Y of output_type, for an X of two dimensions or more.
+template <typename Backend>
+Classified classify_activated(
+    const at::Tensor& X,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    at::ScalarType output_type,
+    int64_t group,
+    Activation activation) {
+  const auto [N, C, HxW] = sizes_of(X);
+  Classified call =
+      classify_forward(X, gamma, beta, output_type, N, C, HxW, group);
+  fuse<Backend>(call, activation);
+  call.problem.wide_statistics = true;
+  return call;
+}
+
 template <typename Backend>
 Result activated_forward(
     const at::Tensor& X,
@@ -93,11 +110,9 @@ Result activated_forward(
     std::optional<at::ScalarType> out_dtype) {
   const Activation kind = parse_activation(activation);
   if (X.dim() >= 2) {
-    const auto [N, C, HxW] = sizes_of(X);
     const at::ScalarType type = out_dtype.value_or(X.scalar_type());
-    Classified call = classify_forward(X, gamma, beta, type, N, C, HxW, group);
-    fuse<Backend>(call, kind);
-    call.problem.wide_statistics = true;
+    const Classified call =
+        classify_activated<Backend>(X, gamma, beta, type, group, kind);
     const Op op =
         type == X.scalar_type() ? Op::kActForward : Op::kAutocastForward;
     if (std::optional<Result> result =
@@ -120,13 +135,10 @@ at::Tensor activated_inference(
   const Activation kind = parse_activation(activation);
   const bool adds = added.has_value() && added->defined();
   if (X.dim() >= 2) {
-    const auto [N, C, HxW] = sizes_of(X);
-    Classified call =
-        classify_forward(X, gamma, beta, X.scalar_type(), N, C, HxW, group);
-    fuse<Backend>(call, kind);
-    call.problem.wide_statistics = true;
+    Classified call = classify_activated<Backend>(
+        X, gamma, beta, X.scalar_type(), group, kind);
     call.problem.adds = adds;
-    if (!adds || Backend::adds(call.problem, X, *added)) {
+    if (!adds || (!call.declined && Backend::adds(call.problem, X, *added))) {
       if (const std::optional<Result> result =
               run_forward<Backend, /*kStatistics=*/false>(
                   Op::kActForward, call, X, gamma, beta, eps, added)) {
