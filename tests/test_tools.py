@@ -731,6 +731,7 @@ def test_plans_are_read_and_ranked():
     lines = [
         "smallfloat32 fwd 5.00 8.00 5.50 1 0.0e+00 resident vector=4 columns=8",
         "smallfloat32 fwd 5.00 6.40 0.00 0 1.0e-07 two_pass vector=4 columns=2",
+        "smallfloat32 fwd 5.00 0.00 0.00 0 1.0e-07 two_pass vector=4 columns=1",
         "smallfloat32 bwd 5.00 9.00 0.00 1 inf resident vector=4 columns=8\n",
     ]
     forward, backward = tune.read_rows([SMALL], lines)
@@ -744,7 +745,7 @@ def test_plans_are_read_and_ranked():
     assert tune.regret(forward) == 1.25 and not forward["wrong"]
     assert [line.split()[0] for line in tune.describe(forward, 1).splitlines()[1:]] == ["1", "2"]
     shortened = tune.shortened(forward, 1)
-    assert shortened["plans"] == forward["plans"] and shortened["count"] == 2, "and the policy's"
+    assert shortened["plans"] == forward["plans"] and shortened["count"] == 3, "and the policy's"
     assert list(tune.shortened(backward, 1)["moved"]) == []
     shown = render_readme.tune({"rows": [shortened, backward]})
     assert "fwd | float32 | 5 | 5.5 | 6.4 | 8 | 1.10x | 1.28x | 1.60x |" in shown
@@ -752,7 +753,7 @@ def test_plans_are_read_and_ranked():
     assert backward["wrong"] == ["resident vector=4 columns=8: inf from two passes"]
     assert "WRONG" in tune.describe(backward, 1)
     assert tune.summary([forward, backward]).startswith(
-        "3 plans: the policy's takes 1.125 times the best plan's time on average, 1.25 at most"
+        "4 plans: the policy's takes 1.125 times the best plan's time on average, 1.25 at most"
     )
 
 

@@ -1,16 +1,21 @@
 // Times every plan of group normalisation calls, without torch: the half of
 // tools/tune.py that runs on the GPU, in a few milliseconds a plan.
 //
-//   tune REPETITIONS < shapes > plans
+//   tune REPETITIONS FINALISTS < shapes > plans
+//
+// A GPU that was idle is faster for some microseconds, and more so with some
+// plans than with others. So the plans that are fastest in a few REPETITIONS,
+// so many FINALISTS and the policy's, are timed again as they keep it busy.
 //
 // shapes: lines of "name N C HxW G dtype activation"; dtype is float32 or
 // bfloat16, activation as Python names it.
 // plans: lines of "name direction copy_us plan_us moved_us policy error plan",
-// where direction is fwd or bwd, moved_us is what the plan's traffic takes
-// without its arithmetic (see move_kernel) or 0, policy is 1 for the plan that
-// the policy chooses, error the largest difference of a result (Y; dX, dgamma,
-// dbeta) from the two-pass scheme's over the largest number of that result, and
-// plan what to_string() says.
+// where direction is fwd or bwd, plan_us is 0 unless the plan is a finalist,
+// moved_us is what the traffic of a finalist takes without its arithmetic (see
+// move_kernel) or 0, policy is 1 for the plan that the policy chooses, error
+// the largest difference of a result (Y; dX, dgamma, dbeta) from the two-pass
+// scheme's over the largest number of that result, and plan what to_string()
+// says.
 //
 // A figure is the median of replays of a CUDA graph with a cold L2 cache.
 #include <cuda_bf16.h>
@@ -203,8 +208,14 @@ void move(
                        shape, stream, sizes, tiling, plan.vector, X, dY, out));
 }
 
+struct Replays {
+  int before; // those that are timed
+  int timed;
+};
+constexpr Replays kBusy = {50, 150};
+
 // Microseconds of what `enqueue` puts on the stream.
-double median(const std::function<void()>& enqueue, int repetitions) {
+double median(const std::function<void()>& enqueue, const Replays& replays) {
   static const Memory flushed(size_t{256} << 20); // more than any L2 cache
   cudaGraph_t graph;
   cudaGraphExec_t replay;
@@ -212,22 +223,23 @@ double median(const std::function<void()>& enqueue, int repetitions) {
   enqueue();
   CHECK(cudaStreamEndCapture(stream, &graph));
   CHECK(cudaGraphInstantiate(&replay, graph, 0));
-  std::vector<cudaEvent_t> events(2 * repetitions);
+  std::vector<cudaEvent_t> events(2 * replays.timed);
   for (cudaEvent_t& event : events) {
     CHECK(cudaEventCreate(&event));
   }
-  for (int i = 0; i < 2; ++i) {
-    CHECK(cudaGraphLaunch(replay, stream));
-  }
-  for (int i = 0; i < repetitions; ++i) {
+  for (int i = -replays.before; i < replays.timed; ++i) {
     CHECK(cudaMemsetAsync(flushed.as<void>(), 0, flushed.bytes(), stream));
-    CHECK(cudaEventRecord(events[2 * i], stream));
+    if (i >= 0) {
+      CHECK(cudaEventRecord(events[2 * i], stream));
+    }
     CHECK(cudaGraphLaunch(replay, stream));
-    CHECK(cudaEventRecord(events[2 * i + 1], stream));
+    if (i >= 0) {
+      CHECK(cudaEventRecord(events[2 * i + 1], stream));
+    }
   }
   CHECK(cudaStreamSynchronize(stream));
-  std::vector<float> milliseconds(repetitions);
-  for (int i = 0; i < repetitions; ++i) {
+  std::vector<float> milliseconds(replays.timed);
+  for (int i = 0; i < replays.timed; ++i) {
     CHECK(cudaEventElapsedTime(
         &milliseconds[i], events[2 * i], events[2 * i + 1]));
   }
@@ -236,9 +248,9 @@ double median(const std::function<void()>& enqueue, int repetitions) {
   }
   CHECK(cudaGraphExecDestroy(replay));
   CHECK(cudaGraphDestroy(graph));
-  std::ranges::nth_element(
-      milliseconds, milliseconds.begin() + repetitions / 2);
-  return 1e3 * milliseconds[repetitions / 2];
+  const auto middle = milliseconds.begin() + replays.timed / 2;
+  std::ranges::nth_element(milliseconds, middle);
+  return 1e3 * *middle;
 }
 
 // What a call returns: Y, or dX, dgamma and dbeta.
@@ -325,7 +337,8 @@ void measure(
     const std::string& name,
     Problem problem,
     const Device& device,
-    int repetitions) {
+    int repetitions,
+    size_t finalists) {
   const int64_t numel = problem.numel();
   const Memory X(problem.bytes());
   const Memory dY(problem.bytes());
@@ -354,7 +367,7 @@ void measure(
             X.as<uint4>(), found.output.as<uint4>(), vectors);
         CHECK(cudaGetLastError());
       },
-      repetitions);
+      kBusy);
 
   for (const Direction direction :
        {Direction::kForward, Direction::kBackward}) {
@@ -401,6 +414,12 @@ void measure(
       enqueue(reference, workspace, expected);
       CHECK(cudaStreamSynchronize(stream));
     }
+    struct Timed {
+      const Plan* plan;
+      float error;
+      double us; // of a few replays
+    };
+    std::vector<Timed> ranking;
     for (const Plan& plan : plans) {
       const Memory workspace(plan.workspace_bytes + 1);
       for (const Memory* memory : found.of(direction)) {
@@ -408,20 +427,33 @@ void measure(
       }
       enqueue(plan, workspace, found);
       const float error = error_of<T>(found, expected, direction);
-      const double plan_us =
-          median([&] { enqueue(plan, workspace, found); }, repetitions);
-      const double moved_us = !keeps_all(problem, plan)
-          ? 0
-          : median(
-                [&] {
-                  move(
-                      problem,
-                      plan,
-                      X.as<uint4>(),
-                      forward ? nullptr : dY.as<uint4>(),
-                      found.output.as<uint4>());
-                },
-                repetitions);
+      ranking.push_back(
+          {&plan,
+           error,
+           median([&] { enqueue(plan, workspace, found); }, {2, repetitions})});
+    }
+    std::ranges::stable_sort(ranking, {}, &Timed::us);
+    for (size_t rank = 0; rank < ranking.size(); ++rank) {
+      const Plan& plan = *ranking[rank].plan;
+      const bool of_policy = plan == plans[0];
+      double plan_us = 0;
+      double moved_us = 0;
+      if (rank < finalists || of_policy) {
+        const Memory workspace(plan.workspace_bytes + 1);
+        plan_us = median([&] { enqueue(plan, workspace, found); }, kBusy);
+        if (keeps_all(problem, plan)) {
+          moved_us = median(
+              [&] {
+                move(
+                    problem,
+                    plan,
+                    X.as<uint4>(),
+                    forward ? nullptr : dY.as<uint4>(),
+                    found.output.as<uint4>());
+              },
+              kBusy);
+        }
+      }
       printf(
           "%s %s %.2f %.2f %.2f %d %.1e %s\n",
           name.c_str(),
@@ -429,8 +461,8 @@ void measure(
           copy_us,
           plan_us,
           moved_us,
-          plan == plans[0],
-          error,
+          of_policy,
+          ranking[rank].error,
           to_string(plan).c_str());
     }
   }
@@ -443,6 +475,7 @@ int main(int argc, char** argv) {
   constexpr std::array<std::string_view, 5> kActivations{
       "identity", "relu", "silu", "gelu", "gelu_tanh"};
   const int repetitions = argc > 1 ? std::max(1, atoi(argv[1])) : 9;
+  const size_t finalists = argc > 2 ? std::max(1, atoi(argv[2])) : 12;
   CHECK(cudaStreamCreate(&stream));
   Device device;
   CHECK(describe_device(device));
@@ -473,10 +506,10 @@ int main(int argc, char** argv) {
     problem.wide_statistics = problem.is_fused();
     if (std::string(dtype) == "float32") {
       problem.dtype = problem.param_dtype = DType::kFloat;
-      measure<float>(name, problem, device, repetitions);
+      measure<float>(name, problem, device, repetitions, finalists);
     } else if (std::string(dtype) == "bfloat16") {
       problem.dtype = problem.param_dtype = DType::kBFloat16;
-      measure<__nv_bfloat16>(name, problem, device, repetitions);
+      measure<__nv_bfloat16>(name, problem, device, repetitions, finalists);
     } else {
       fprintf(stderr, "unknown dtype %s\n", dtype);
       return 1;

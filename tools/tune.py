@@ -8,16 +8,18 @@
 
 Builds tools/tune.cu with nvcc (half a minute on 16 cores) and times, for each shape and
 direction, all slice widths, cluster sizes, threads and samples of a wave that fit, and two passes:
-hundreds of plans in a second or two. Prints for each the policy's own choice (by its estimates, so
-without measured_cuda.h), the best and the runners-up, as x copy, and at last how much longer the
-policy's choices take than the best. Where that is more than a few percent for most shapes of
+hundreds of plans in a second or two, a few times each. The fastest of these are timed again as the
+benchmarks time, on a GPU that is kept busy: one that was idle is faster for a moment, by as much as
+good plans differ. Prints for each the policy's own choice (by its estimates, so without
+measured_cuda.h), the best and the runners-up, as x copy, and at last how much longer the policy's
+choices take than the best. Where that is more than a few percent for most shapes of
 another GPU, fit the estimates in policy_cuda.cpp to it. For a shape of its own,
 native/plan/measured_cuda.h takes the row that is printed behind its plans, if a second run prints
 it too and the model is faster with it.
 
-Where a plan keeps all that it reads, the same blocks are timed once more as they bring their inputs
-to shared memory, meet, and write as much, without computing anything. The least of these times is
-printed beside the copy's: no plan that keeps all can be faster.
+Where such a plan keeps all that it reads, the same blocks are timed once more as they bring their
+inputs to shared memory, meet, and write as much, without computing anything. The least of these
+times is printed beside the copy's.
 """
 
 from __future__ import annotations
@@ -124,13 +126,16 @@ def read_rows(cases: Iterable[Case], lines: Iterable[str]) -> list[Row]:
                 "dtype": case.dtype,
                 "direction": direction,
                 "copy": float(copy),
+                "count": 0,
                 "policy": "",
                 "moved": {},
                 "plans": {},
                 "wrong": [],
             },
         )
-        row["plans"][plan] = float(time)
+        row["count"] += 1
+        if float(time) > 0:
+            row["plans"][plan] = float(time)
         if float(moved) > 0:
             row["moved"][plan] = float(moved)
         if is_policy == "1":
@@ -187,7 +192,6 @@ def shortened(row: Row, most: int) -> Row:
     kept = {*ranked[:most], row["policy"]}
     least = sorted(row["moved"], key=row["moved"].__getitem__)[:1]
     return row | {
-        "count": len(ranked),
         "plans": {plan: row["plans"][plan] for plan in ranked if plan in kept},
         "moved": {plan: row["moved"][plan] for plan in least},
     }
@@ -198,7 +202,7 @@ def summary(rows: Sequence[Row]) -> str:
     regrets = [regret(row) for row in rows]
     worst = max(rows, key=regret)
     return (
-        f"{sum(len(row['plans']) for row in rows)} plans: the policy's takes "
+        f"{sum(row['count'] for row in rows)} plans: the policy's takes "
         f"{statistics.mean(regrets):.3f} times the best plan's time on average, "
         f"{max(regrets):.2f} at most ({worst['name']} {worst['dtype']} {worst['direction']})"
     )
@@ -214,8 +218,9 @@ def main() -> None:
         "--activation", choices=ACTIVATIONS, default="identity", help="fused with the norm"
     )
     parser.add_argument(
-        "--repetitions", type=int, default=9, help="of which a figure is the median"
+        "--repetitions", type=int, default=9, help="of all plans, before the finalists' own"
     )
+    parser.add_argument("--finalists", type=int, default=12, help="plans that are timed again")
     parser.add_argument("--best", type=int, default=3, help="plans of a row to print and write")
     parser.add_argument("--output", default="", help="name of the results file to write")
     parser.add_argument("--folder", type=Path, default=results.RESULTS)
@@ -237,7 +242,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [build(Path(folder)), str(arguments.repetitions)],
+            [build(Path(folder)), str(arguments.repetitions), str(arguments.finalists)],
             input=questions,
             stdout=subprocess.PIPE,
             text=True,
