@@ -265,31 +265,29 @@ class Batch {
   int64_t samples_;
 };
 
-// step(batch, pool) for all samples in batches, each run of `run` consecutive
-// samples by one thread.
+// step(batch, pool) for all samples in batches: where threads have samples of
+// their own, as many whole runs for each as there are, then the rest together.
 template <typename Step>
 void for_batches(
     const Problem& problem,
     const Plan& plan,
     const CPUWorkspace& layout,
     char* workspace,
-    int64_t run,
     const ParallelFor& pool,
     Step step) {
   const ParallelFor serial{run_serially};
   int64_t done = 0;
   if (plan.slots > 0) {
-    const int64_t runs_per_slot = problem.N / (run * plan.slots);
-    done = runs_per_slot * plan.slots * run;
+    const int64_t run = layout.samples_per_run;
+    const int64_t samples = problem.N / (run * plan.slots) * run; // of a slot
+    done = plan.slots * samples;
     parallel(
         pool,
-        done > 0 ? plan.slots : 0,
-        runs_per_slot * run * problem.HxW * problem.C,
+        plan.slots,
+        samples * problem.HxW * problem.C,
         [&](int64_t begin, int64_t end) {
           char* own = workspace + begin * layout.own.bytes;
-          for (int64_t n = begin * runs_per_slot * run;
-               n < end * runs_per_slot * run;
-               ++n) {
+          for (int64_t n = begin * samples; n < end * samples; ++n) {
             step(Batch(problem, plan, layout, layout.own, own, n, 1), serial);
           }
         });
@@ -367,7 +365,7 @@ void cpu_forward(
           }
         });
   };
-  for_batches(problem, plan, layout, workspace, 1, parallel_for, step);
+  for_batches(problem, plan, layout, workspace, parallel_for, step);
 }
 
 void cpu_backward(
@@ -477,8 +475,7 @@ void cpu_backward(
           });
     }
   };
-  for_batches(
-      problem, plan, layout, workspace, samples_per_run, parallel_for, step);
+  for_batches(problem, plan, layout, workspace, parallel_for, step);
 
   if (want_totals) {
     parallel(

@@ -44,7 +44,7 @@ struct Plan {
 
   // CPU, which cuts samples into `splits` runs of `pixels_per_split` too.
   int fold = 1; // pixels that are read as one row
-  int slots = 0; // threads that work on a sample of their own; 0: none does
+  int slots = 0; // threads that work on samples of their own; 0: none does
   int64_t samples_per_batch = 1; // that all threads work on together
 
   size_t workspace_bytes = 0;

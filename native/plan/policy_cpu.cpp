@@ -94,7 +94,9 @@ std::optional<Plan> plan_channels_last(
   const int64_t sample_bytes = operands * problem.HxW * row_bytes;
   const int64_t cache_bytes =
       std::max(kCacheBytesPerThread * device.threads, kSharedCacheBytes);
-  plan.slots = problem.N >= device.threads &&
+  const int64_t whole_runs =
+      problem.N / CPUWorkspace(problem, plan).samples_per_run;
+  plan.slots = whole_runs >= device.threads &&
           sample_bytes <= cache_bytes / device.threads
       ? device.threads
       : 0;

@@ -31,7 +31,7 @@ struct CPUWorkspace {
   // Forward: center, scale, shift. Backward: center, dZ_scale, X_scale, shift
   // and, with an activation, beta.
   int64_t maps;
-  int64_t samples_per_run;
+  int64_t samples_per_run; // 1 in a forward, which sums none over samples
   int64_t runs; // 0 in a forward
   Batch own; // one sample; there are plan.slots of it
   Batch shared; // plan.samples_per_batch samples, after them
@@ -47,7 +47,11 @@ struct CPUWorkspace {
                 : problem.is_fused()                 ? 5
                                                      : 4),
         samples_per_run(
-            std::max<int64_t>(1, (problem.N + kMostRuns - 1) / kMostRuns)),
+            problem.direction == Direction::kForward
+                ? 1
+                : std::max<int64_t>(
+                      1,
+                      (problem.N + kMostRuns - 1) / kMostRuns)),
         runs(
             problem.direction == Direction::kForward
                 ? 0
