@@ -192,22 +192,24 @@ Tensor group_norm_composite(
     HxW *= input.sym_size(d);
   }
 
+  // As stock hands them on: its kernels take no others.
+  const auto contiguous = [](const std::optional<Tensor>& parameter) {
+    return defined(parameter) ? std::optional(parameter->contiguous())
+                              : parameter;
+  };
+  const std::optional<Tensor> gamma = contiguous(weight);
+  const std::optional<Tensor> beta = contiguous(bias);
+
   const RawLayoutScope raw_layout;
   const bool recorded = at::GradMode::is_enabled() &&
       (requires_grad(input) || requires_grad(weight) || requires_grad(bias)) &&
       !c10::impl::tls_is_dispatch_key_excluded(
                             c10::DispatchKey::AutogradFunctionality);
-  return recorded ? ChannelsLastNorm::apply(
-                        to_record(input),
-                        to_record(weight),
-                        bias,
-                        N,
-                        C,
-                        HxW,
-                        num_groups,
-                        eps)
-                  : std::get<0>(at::native_group_norm_symint(
-                        input, weight, bias, N, C, HxW, num_groups, eps));
+  return recorded
+      ? ChannelsLastNorm::apply(
+            to_record(input), gamma, beta, N, C, HxW, num_groups, eps)
+      : std::get<0>(at::native_group_norm_symint(
+            input, gamma, beta, N, C, HxW, num_groups, eps));
 }
 
 } // namespace gn_override::binding
