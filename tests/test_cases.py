@@ -43,6 +43,7 @@ from reference import (
 )
 from shapes import EDGE_CASES, EMPTY_CASES, Case
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gn_override
 
@@ -223,7 +224,7 @@ def test_04_accurate_mean(device, case, request):
         assert_close(ours, getattr(theirs, name), getattr(reference, name), name)
 
 
-@pytest.mark.parametrize("value", [0.05, 1.0, -3.7, 1e4])
+@pytest.mark.parametrize("value", [0.05, 1.0, -3.7, 1e4, 80985.1, 4.71e8])
 @pytest.mark.parametrize("shape", [(1, 32, 25), (2, 32, 7, 9), (1, 64, 40, 40)], ids=str)
 def test_05_constant_input(device, value, shape):
     """#67907: no variance. With m the mean rounded to float, |X - m| is at most one ulp of X, so
@@ -281,6 +282,21 @@ def test_05_huge_values(device, dtype, size):
     inputs.X.mul_(size)
     assert_parity(native(inputs), inputs)
     assert calls(FORWARD, device) == calls(BACKWARD, device) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "dtype, size",
+    [(torch.float32, 1e20), (torch.bfloat16, 1e20), (torch.float64, 1e155)],
+    ids=["float", "bfloat16", "double"],
+)
+def test_05_variances_that_overflow(device, dtype, size):
+    """They are infinite, not NaN as on aten's CPU kernels: rstd is zero, and Y is beta."""
+    inputs = make_inputs(edge("d3"), device, dtype)
+    inputs.X.mul_(size)
+    with expect_calls(device, forward=True, backward=True):
+        ours = native(inputs)
+    assert ours.rstd.eq(0).all()
+    assert torch.equal(ours.Y, inputs.beta[:, None, None].expand_as(ours.Y))
 
 
 @pytest.mark.parametrize("shape", [(6, 16), (6, 16, 1), (6, 16, 1, 1), (6, 16, 1, 1, 1)], ids=str)
@@ -779,7 +795,31 @@ def test_17_parameters_that_are_not_contiguous(device, dtype):
     assert_parity(ours, inputs)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+class HandsOnNCHW(TorchDispatchMode):
+    """Operators get what they are given in NCHW."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        args = [
+            value.contiguous() if isinstance(value, torch.Tensor) and value.dim() == 4 else value
+            for value in args
+        ]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_17_parameters_that_are_not_contiguous_reach_stocks_kernels(device, gradients):
+    """Where a call turns to those below the composite: they read a contiguous gamma and beta."""
+    inputs = make_inputs(edge("d3"), device, torch.float32)
+    gamma = inputs.gamma.repeat_interleave(2)[::2].requires_grad_(gradients)
+    beta = inputs.beta[:1].expand(inputs.beta.shape)
+    with HandsOnNCHW(), expect_calls(device, forward=False, backward=None):
+        Y = F.group_norm(inputs.X, inputs.groups, gamma, beta)
+    exact = F.group_norm(inputs.X.double(), inputs.groups, gamma.double(), beta.double())
+    torch.testing.assert_close(Y.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+# 65 and 96 are more than the runs of samples that gradients are summed over.
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 65, 96])
 @pytest.mark.parametrize("name", ["tiles_map", "n512", "n_odd", "c9", "g1_wide"])
 def test_17_any_number_of_threads(threads, name):
     """The number of threads changes neither the values nor their last bits."""

@@ -60,6 +60,7 @@ CASES = (
     Case("few_pixels", (2, 512, 4, 3), 16),  # some threads have none
 )
 WHOLE_VECTORS = Case("whole_vectors", (3, 80, 7, 5), 2)
+PLANE = Case("plane", (1, 30, 37, 41), 1)  # parts of two sizes
 LARGE = Case("larger_than_chip", (3, 48, 151, 157), 8)
 
 MIXED = {
@@ -385,6 +386,36 @@ def test_first_pixels_far_from_the_mean(emulator):
     inputs.X[:, :, 0, :8] += 5
     results, _ = emulator(inputs, Pin("resident", 1))
     assert_parity(results, inputs, only=("mean", "rstd"))
+
+
+@pytest.mark.parametrize("value, eps", [(69476.435, 1e-12), (5.16384852e8, 1e-5), (2e34, 1e-5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
+@pytest.mark.parametrize("case", [PLANE, WHOLE_VECTORS], ids=lambda case: case.name)
+def test_constant_groups(emulator, case, pin, dtype, value, eps):
+    """They have no variance, whatever their mean is rounded to."""
+    inputs = make_inputs(case, "cpu", dtype)
+    inputs.X.fill_(value)
+    inputs.eps = eps
+    rstd = run_twice(emulator, inputs, pin).rstd
+    exact = torch.full_like(rstd, eps**-0.5)
+    torch.testing.assert_close(rstd, exact, rtol=2 * torch.finfo(rstd.dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e18, 1e19, 1e20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
+@pytest.mark.parametrize("case", [PLANE, WHOLE_VECTORS], ids=lambda case: case.name)
+def test_variances_that_overflow(emulator, case, pin, dtype, size):
+    """They are infinite, not NaN: rstd is zero, or where they do not overflow next to it."""
+    inputs = make_inputs(case, "cpu", dtype)
+    inputs.X.mul_(size)
+    results = run_twice(emulator, inputs, pin)
+    for name, result in vars(results).items():
+        assert result.isfinite().all(), name
+    if size == 1e20:
+        assert results.rstd.eq(0).all() and results.dX.eq(0).all() and results.dgamma.eq(0).all()
+        assert torch.equal(results.Y, inputs.beta[:, None, None].expand_as(results.Y))
 
 
 @pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)

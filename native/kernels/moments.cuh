@@ -22,6 +22,13 @@ __device__ __forceinline__ Acc reciprocal_or_zero(Acc count) {
   return count > 0 ? reciprocal(count) : 0;
 }
 
+// sum d^2 - (sum d)^2 / n of `all`, the sum of squares, and the other term, which
+// is at most as large. Where squares overflow, the variance is infinite.
+template <typename Acc>
+__device__ __forceinline__ Acc centred(Acc all, Acc of_mean) {
+  return isinf(all) ? all : all - of_mean;
+}
+
 // The moments of kVector channels over the pixels seen so far: sums of
 // deviations from the first batch's mean, of their squares, and after finish()
 // the (mean, M2). The first batch is among those it stands for: if they are n
@@ -85,8 +92,9 @@ struct ChannelMoments {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc sum = of_d[j].value();
-      M2[j] = of_square[j].value() - sum * sum * per_count;
-      mean[j] = pivot[j] + sum * per_count;
+      const Acc shift = sum * per_count;
+      M2[j] = centred(of_square[j].value(), sum * shift);
+      mean[j] = pivot[j] + shift;
     }
   }
 
@@ -192,15 +200,13 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
   };
   Acc near_mean = near();
   if (refined) {
-    Acc totals[2] = {0, 0}; // of n_i m_i, n_i
+    Acc totals[2] = {0, 0}; // of n_i (m_i - near), n_i
     for_each_of(min(parts, kSampledParts), [&](const Moments<Acc>& part) {
-      totals[0] += part.count * part.mean;
+      totals[0] += part.count * (part.mean - near_mean);
       totals[1] += part.count;
     });
     sum(totals);
-    if (totals[1] > 0) {
-      near_mean = totals[0] * reciprocal(totals[1]);
-    }
+    near_mean += totals[0] * reciprocal_or_zero(totals[1]);
   }
 
   struct {
@@ -228,7 +234,7 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
   const Acc mean = near_mean + shift;
   return {
       mean,
-      totals.deviations.of_M2.value() - of_mean * shift,
+      centred(totals.deviations.of_M2.value(), of_mean * shift),
       shift - (mean - near_mean),
       totals.count};
 }

@@ -195,7 +195,7 @@ __device__ __forceinline__ Moments<Accumulator<T>> moments_of(
   // What rounding took from the mean shows in float statistics alone.
   const Acc low =
       sizeof(Statistic<T, kFused>) > 2 ? shift - (mean - pivot) : Acc{0};
-  return {mean, sum_of(squares) - sum * shift, low, count};
+  return {mean, centred(sum_of(squares), sum * shift), low, count};
 }
 
 // per_group is 1 / (HxW D).

@@ -158,5 +158,6 @@ inline double normcdf(double x) {
 }
 
 using std::isfinite;
+using std::isinf;
 using std::max;
 using std::min;
