@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import DeviceContext
 
 # Other classes, and what stands for a tensor in a trace, know PyTorch's operators alone.
 _KNOWN = {Tensor, torch.nn.Parameter, FakeTensor, type(None)}
@@ -14,6 +15,9 @@ _NUMBERS = {float, int}
 
 # Looked up once: a call is a few microseconds.
 _group_norm_act_or_none = torch.ops.gn_override.group_norm_act_or_none.default
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_function_mode = torch._C._get_function_stack_at
 _tracing_state = torch._C._get_tracing_state  # of torch.jit.trace
 _transform = torch._C._functorch.maybe_current_level  # of torch.func
 
@@ -39,6 +43,8 @@ def group_norm_act(
     """
     if (
         torch.compiler.is_compiling()
+        or _dispatch_modes() > 0
+        or (_function_modes() > 0 and _are_functions_watched())
         or _tracing_state() is not None
         or _transform() is not None
         or type(input) not in _KNOWN
@@ -55,3 +61,8 @@ def group_norm_act(
         input, addend, num_groups, weight, bias, eps, activation
     )
     return output
+
+
+def _are_functions_watched() -> bool:
+    """Whether a mode sees the functions that are called, other than torch.set_default_device's."""
+    return any(type(_function_mode(i)) is not DeviceContext for i in range(_function_modes()))

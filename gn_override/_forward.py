@@ -7,7 +7,7 @@ with nothing else that reads it:
     h = self.norm(x)                          h = run(x, self.norm, self.act)
     h = self.act(h)
 
-    return F.relu(self.norm(x))               return run(x, self.norm, "relu")
+    return F.relu(self.norm(x))               return run(x, self.norm, ActivationCall(F.relu))
 
     if up:                                    if up:
         h = self.norm(x)                          h = run(x, self.norm, self.act)
@@ -48,13 +48,32 @@ class Unreadable(Exception):
 class GroupNormCall:
     """A call of F.group_norm as a step; the names are those of nn.GroupNorm."""
 
+    function: Any  # what stands in the source: F.group_norm, unless it was replaced since
     num_groups: int
     weight: Tensor | None = None
     bias: Tensor | None = None
     eps: float = 1e-5
 
-    def __call__(self, input: Tensor) -> Tensor:
-        return F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+    def __call__(self, input: Tensor) -> Any:
+        return self.function(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class ActivationCall:
+    """A call of a function, or of a method of Tensor by its name, as a step."""
+
+    def __init__(self, function: Any, /, *args: Any, **kwargs: Any) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self, input: Tensor) -> Any:
+        if isinstance(self.function, str):
+            return getattr(input, self.function)(*self.args, **self.kwargs)
+        return self.function(input, *self.args, **self.kwargs)
+
+    def activation(self) -> str | None:
+        """The name of what it computes, if that is an activation."""
+        return _activations.of_call(self.function, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +92,7 @@ class Step:
 
     source: str  # what is called, as it is written: "self.norm1", "F.relu"; "+" for an addition
     path: str = ""  # of the submodule, from the module that has the forward: "norm1"
-    activation: str = ""  # its name
+    call: ActivationCall | None = None  # of the activation
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,7 @@ class Forward:
     def joined(self, parts: Collection[Part], run: Callable[..., Tensor]) -> FunctionType:
         """The forward with these parts of its runs as calls of run(x, *steps).
 
-        The steps are callables (submodules, GroupNormCall, Addition), and names of activations.
+        The steps are callables: submodules, GroupNormCall, ActivationCall, Addition.
         """
         definition = copy.deepcopy(self._definition)
         _Writer(_Steps(self._function), parts).visit(definition)
@@ -138,7 +157,12 @@ class Forward:
 
     def _make(self, definition: ast.FunctionDef, run: Callable[..., Tensor] | None) -> FunctionType:
         """A function with this definition; its globals, and its class, are the forward's."""
-        names = {_RUN: run, _GROUP_NORM: GroupNormCall, _ADDITION: Addition}
+        names = {
+            _RUN: run,
+            _GROUP_NORM: GroupNormCall,
+            _ACTIVATION: ActivationCall,
+            _ADDITION: Addition,
+        }
         if self._function.__closure__:
             names["__class__"] = self._function.__closure__[0].cell_contents
         maker = ast.parse(f"def maker({', '.join(names)}): return {definition.name}").body[0]
@@ -154,8 +178,9 @@ class Forward:
 
 _RUN = "__gn_override_run"
 _GROUP_NORM = "__gn_override_group_norm"
+_ACTIVATION = "__gn_override_activation"
 _ADDITION = "__gn_override_addition"
-_GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))
+_GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))[1:]
 
 # A statement that a run can end in.
 _Ending = ast.Assign | ast.Return
@@ -190,6 +215,13 @@ def _drop_defaults(definition: ast.FunctionDef) -> None:
     definition.returns = None
 
 
+def _names_bound_in(code: CodeType) -> set[str]:
+    """The variables of the functions and comprehensions inside a function."""
+    inside = [value for value in code.co_consts if isinstance(value, CodeType)]
+    names = {name for inner in inside for name in (*inner.co_varnames, *inner.co_cellvars)}
+    return names.union(*map(_names_bound_in, inside))
+
+
 def _path(expression: ast.expr) -> list[str]:
     """["self", "block", "norm"] of `self.block.norm`; empty for anything else."""
     if isinstance(expression, ast.Name):
@@ -207,6 +239,7 @@ class _Steps:
         self.self = code.co_varnames[0] if code.co_argcount else ""
         self.locals = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         self.shared = {*code.co_cellvars, *code.co_freevars}  # with functions inside
+        self.bound = {*self.locals, *_names_bound_in(code)}  # there or in functions inside
         self.globals = function.__globals__
 
     def step(self, call: ast.expr) -> Step | None:
@@ -218,15 +251,15 @@ class _Steps:
             return None
         function, path = call.func, _path(call.func)
         if isinstance(function, ast.Attribute) and not call.args and not call.keywords:
-            activation = _activations.of_call(function.attr)
-            return Step(f".{function.attr}", activation=activation) if activation else None
+            method = ActivationCall(function.attr)
+            return Step(f".{function.attr}", call=method) if method.activation() else None
         extra = [*call.args[1:], *(keyword.value for keyword in call.keywords)]
         if not path or not call.args or isinstance(call.args[0], ast.Starred):
             return None
         source = ".".join(path)
         if path[0] == self.self:
             return None if extra or not path[1:] else Step(source, path=".".join(path[1:]))
-        if path[0] in self.locals:
+        if path[0] in self.bound:
             return None
         called = self.globals.get(path[0], getattr(builtins, path[0], None))
         for name in path[1:]:
@@ -241,8 +274,8 @@ class _Steps:
             kwargs = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
         except ValueError:
             return None
-        activation = _activations.of_call(called, *args, **kwargs)
-        return Step(source, activation=activation) if activation else None
+        activation = ActivationCall(called, *args, **kwargs)
+        return Step(source, call=activation) if activation.activation() else None
 
     def run(self, expression: ast.expr) -> tuple[ast.expr, list[tuple[Step, _Call]]]:
         """What a run starts from, and its steps and their calls, innermost first."""
@@ -347,6 +380,7 @@ class _Joiner:
                 following
                 and name
                 and self.steps.continues(following) == name
+                and _reads(following, name) == 1  # by the step alone
                 and (
                     isinstance(following, ast.Return)
                     or _target(following) == name
@@ -371,14 +405,14 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     return [statement.body] if isinstance(statement, ast.With) else []
 
 
-def _reads(definition: ast.FunctionDef, name: str) -> int:
-    """How often a variable is read, deleted or changed in place anywhere in a function."""
-    changed = [node.target for node in ast.walk(definition) if isinstance(node, ast.AugAssign)]
+def _reads(statement: ast.stmt, name: str) -> int:
+    """How often a variable is read, deleted or changed in place anywhere in a statement."""
+    changed = [node.target for node in ast.walk(statement) if isinstance(node, ast.AugAssign)]
     return sum(
         isinstance(node, ast.Name)
         and node.id == name
         and (node in changed or not isinstance(node.ctx, ast.Store))
-        for node in ast.walk(definition)
+        for node in ast.walk(statement)
     )
 
 
@@ -467,6 +501,9 @@ def _callable(step: Step, call: _Call) -> ast.expr:
         return ast.Call(ast.Name(_ADDITION, ast.Load()), [call.right], [])
     if step.path:
         return call.func
-    if step.activation:
-        return ast.Constant(step.activation)
-    return ast.Call(ast.Name(_GROUP_NORM, ast.Load()), call.args[1:], call.keywords)
+    made, function, arguments = _GROUP_NORM, call.func, call.args[1:]
+    if step.call:
+        made = _ACTIVATION
+        if isinstance(step.call.function, str):
+            function = ast.Constant(step.call.function)
+    return ast.Call(ast.Name(made, ast.Load()), [function, *arguments], call.keywords)

@@ -12,17 +12,20 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import is_parametrized
 
-from gn_override import _activations, _calls, _forward, functional
+from gn_override import _activations, _calls, _forward
 from gn_override.nn import GroupNorm
 
 _Class = Any  # type[nn.Module], which mypy takes for unhashable
+
+# As PyTorch has them: what patches them later is to be called.
+_FUNCTIONS = F.group_norm, F.group_norm, F.relu, F.silu, F.gelu
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ def fuse(model: nn.Module) -> Fusion:
     where it is [N, C, 1, ...] on a CUDA device and no gradient is wanted.
 
     Modules, parameters and the keys of ``state_dict`` stay as they are; the class of a module that
-    calls a pair becomes a subclass of its own. The model can be copied and pickled. A forward that
-    is patched on a class later counts from the next fuse() on.
+    calls a pair becomes a subclass of its own, of the same name. The model can be copied and
+    pickled. A forward that is patched on a class later counts from the next fuse() on.
 
     Args:
         model: any module. What is fused already stays so.
@@ -121,32 +124,32 @@ def fuse(model: nn.Module) -> Fusion:
     return Fusion(tuple(dict.fromkeys(fused)), tuple(skipped))
 
 
-def run(x: Tensor, *steps: Callable[[Tensor], Tensor] | str) -> Tensor:
+def run(x: Tensor, *steps: Callable[[Tensor], Tensor]) -> Tensor:
     """What the steps return one after another, norms fused with the activations that follow them.
 
     Args:
         x: what the first step takes: [N, C, *spatial] where that is a norm.
-        steps: modules and other callables; activations also by name.
+        steps: modules and other callables. Those that are not fused are called.
     """
     position = 0
     while position < len(steps):
         step = steps[position]
-        first = position + isinstance(step, _forward.Addition)
+        first, addend = position, None
+        if isinstance(step, _forward.Addition) and step.addend is not None:
+            first, addend = position + 1, step.addend
         pair = _activation_after(steps, first)
+        y = None
         if pair is not None and _obstacle(steps[first : pair[0] + 1]) is None:
-            position, activation = pair
+            last, activation = pair
             norm: Any = steps[first]
-            arguments = norm.num_groups, norm.weight, norm.bias, norm.eps, activation
-            of_sum = None
-            if isinstance(step, _forward.Addition):
-                if step.addend is not None:
-                    of_sum = _calls.group_norm_act(x, step.addend, *arguments)
-                if of_sum is None:
-                    x = step(x)
-            x = functional.group_norm(x, *arguments) if of_sum is None else of_sum
+            weights = norm.weight, norm.bias
+            y = _calls.group_norm_act(x, addend, norm.num_groups, *weights, norm.eps, activation)
+        if y is None:
+            x = step(x)
+            position += 1
         else:
-            x = _activations.STOCK[step](x) if isinstance(step, str) else step(x)
-        position += 1
+            x = y
+            position = last + 1
     return x
 
 
@@ -206,12 +209,12 @@ def _pairs(caller: nn.Module) -> Iterator[_Pair]:
 
 def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
     """A step as run() gets it; None if there is no such module."""
-    if step.activation:
-        return step.activation
+    if step.call:
+        return step.call
     if step.source == "+":
         return _forward.Addition()
     if not step.path:
-        return _forward.GroupNormCall(num_groups=1)
+        return _forward.GroupNormCall(F.group_norm, num_groups=1)
     value: Any = caller
     try:
         for name in step.path.split("."):
@@ -228,7 +231,11 @@ def _activation_after(steps: Sequence[object], first: int) -> tuple[int, str] | 
     for last in range(first + 1, len(steps)):
         step = steps[last]
         if type(step) is not nn.Identity:
-            name = step if isinstance(step, str) else _activations.of_module(step)
+            name = (
+                step.activation()
+                if isinstance(step, _forward.ActivationCall)
+                else _activations.of_module(step)
+            )
             return None if name is None else (last, name)
     return None
 
@@ -238,6 +245,9 @@ def _obstacle(steps: Sequence[object]) -> str | None:
     norm = steps[0]
     if isinstance(norm, nn.Module) and not _is_plain(norm):
         return f"{type(norm).__name__} is a GroupNorm with a forward of its own"
+    written = norm.function if isinstance(norm, _forward.GroupNormCall) else F.group_norm
+    if (written, F.group_norm, F.relu, F.silu, F.gelu) != _FUNCTIONS:
+        return "functions of torch.nn.functional are replaced"
     if _has_any_global_hook():
         return "there are global hooks of modules"
     for module in steps:
@@ -249,7 +259,8 @@ def _obstacle(steps: Sequence[object]) -> str | None:
                 or module._backward_pre_hooks
             ):
                 return f"hooks on {type(module).__name__}"
-            if "forward" in module.__dict__:
+            # Not by a look into __dict__, for which torch.compile installs no guard.
+            if getattr(module.forward, "__func__", None) is not type(module).forward:
                 return f"forward of {type(module).__name__} is replaced on the instance"
     return None
 
@@ -269,28 +280,34 @@ def _has_activation(norm: nn.Module) -> bool:
 
 
 class _Fused:
-    """Mixed into the classes that fuse() makes, which are found again by what they come from."""
+    """Mixed into the classes that fuse() makes, which are found again by what they come from.
 
-    _fused_from: ClassVar[_Class]
-    _fused_source: ClassVar[Any]  # its forward, when it was fused
-    _fused_parts: ClassVar[frozenset[_forward.Part]]
+    Each has _fused_from: that class; _fused_source: its forward, when it was fused; _fused_parts:
+    the parts of that. No annotation says so here, as torch.jit.script would take it for the
+    module's own.
+    """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        made = type(self)
         reduced: Any = super().__reduce_ex__(max(2, protocol))
+        if _owner(made) is not made or not isinstance(reduced, tuple):
+            return reduced
+        kind, parts = _unfused(made), vars(made)["_fused_parts"]
         make, arguments, *rest = reduced
-        own = _owner(type(self)) is type(self)
-        if make.__name__ != "__newobj__" or arguments != (type(self),) or not own:
-            return reduced  # the class has its own way
-        return _restore, (self._fused_from, self._fused_parts), *rest
+        make, *arguments = (kind if value is made else value for value in (make, *arguments))
+        return _restore, (kind, parts, make, *arguments), *rest
 
 
-def _restore(kind: _Class, parts: frozenset[_forward.Part]) -> nn.Module:
-    """A module without its state, to be fused like the one that was pickled."""
-    module: nn.Module = kind.__new__(kind)
-    try:
-        module.__class__ = _fused_class(kind, kind.forward, parts)
-    except _forward.Unreadable:
-        pass  # the source is elsewhere
+def _restore(
+    kind: _Class, parts: frozenset[_forward.Part], make: Callable[..., Any], *arguments: Any
+) -> Any:
+    """What `make` makes of a pickled module, fused as that was."""
+    module = make(*arguments)
+    if module.__class__ is kind:
+        try:
+            module.__class__ = _fused_class(kind, kind.forward, parts)
+        except _forward.Unreadable:
+            pass  # the source is elsewhere
     return module
 
 
@@ -323,6 +340,7 @@ def _fused_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> 
     body = {
         "forward": forward,
         "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "_fused_from": kind,
         "_fused_source": source,
@@ -330,7 +348,7 @@ def _fused_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> 
     }
     bases = (kind,) if issubclass(kind, _Fused) else (_Fused, kind)
     try:
-        return type(kind)(f"Fused{kind.__name__}", bases, body)
+        return type(kind)(kind.__name__, bases, body)  # by which pipelines are saved
     except Exception:  # whatever __init_subclass__ or a metaclass raises
         raise _forward.Unreadable("belongs to a class that allows no subclass") from None
 

@@ -20,10 +20,11 @@ def group_norm(
 
     The norm is not rounded before the activation, and backward computes it again from the input:
     nothing is saved but the input, mean, rstd, weight and bias. An NCHW input goes to PyTorch's own
-    norm and activation, and so does every input while the override is off or inside a transform of
-    ``torch.func``, and every subclass of Tensor. ``torch.compile`` sees these two as well, and
-    Inductor fuses them as it does in other programs; what ``torch.export``, ``torch.jit.trace`` and
-    ``torch.fx`` make of them runs without this package.
+    norm and activation, and so does every input while the override is off, inside a transform of
+    ``torch.func`` or under a TorchFunctionMode or TorchDispatchMode, and every subclass of Tensor.
+    ``torch.compile`` sees these two as well, and Inductor fuses them as it does in other programs;
+    what ``torch.export``, ``torch.jit.trace`` and ``torch.fx`` make of them runs without this
+    package.
 
     Args:
         input: [N, C, *spatial], any dtype that F.group_norm takes.

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from reference import FUSED, calls, floor, is_channels_last, lay_out, override_off
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gn_override
 from gn_override import FusedPair, SkippedNorm, _calls, _forward
@@ -333,6 +335,50 @@ def test_traced_without_our_operators() -> None:
     for symbolic in map(torch.fx.symbolic_trace, (module, fused)):
         assert "gn_override" not in str(symbolic.graph)
         torch.testing.assert_close(symbolic(X), module(X))
+
+
+class SiluIsSeven(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        return args[0] * 0 + 7 if function is F.silu else function(*args, **kwargs or {})
+
+
+class Operators(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+def test_modes_see_stocks_functions_and_operators() -> None:
+    module, X = gn_override.nn.GroupNorm(4, 8, activation="silu"), image()
+    fused = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU())
+    gn_override.fuse(fused)
+    for model in (module, fused):
+        with SiluIsSeven():
+            assert model(X).eq(7).all()
+        with Operators() as seen, torch.no_grad():
+            model(X)
+        assert seen.names == ["aten.native_group_norm.default", "aten.silu.default"]
+        graph = make_fx(model)(X).graph
+        assert "gn_override" not in str(graph)
+        with torch.device("cpu"):
+            assert takes(model) == 1
+
+
+@pytest.mark.parametrize("layout", ["nchw", "channels_last"])
+def test_meta_tensors(layout: str) -> None:
+    model = nn.Sequential(nn.GroupNorm(4, 8), nn.SiLU()).to("meta")
+    expected = gradients(model, image("meta", layout))[0]
+    gn_override.fuse(model)
+    for grad in (torch.no_grad, torch.enable_grad):
+        with grad():
+            actual = model(image("meta", layout))
+        assert actual.shape == expected.shape and actual.stride() == expected.stride()
 
 
 class Tagged(torch.Tensor):
@@ -654,17 +700,19 @@ class Selects(nn.Module):
         h = self.act(h)
         h = self.conv(h)
         h = F.relu(F.group_norm(h, h.ndim))
-        return h
+        h = h + x
+        h = F.group_norm(h, h.ndim)
+        return F.relu(h)
 
 
 def test_steps_keep_their_order() -> None:
     model, X = Selects(), image()
     stock = copy.deepcopy(model)
-    assert len(gn_override.fuse(model).fused) == 2
+    assert len(gn_override.fuse(model).fused) == 2  # that of functions twice
     for turn in (0, 1, 0, 1):
         model.turn = stock.turn = turn
         torch.testing.assert_close(model(X), stock(X), rtol=1e-4, atol=1e-4)
-    assert takes(model) == 2
+    assert takes(model) == 3
 
 
 class NormAct(nn.GroupNorm):
@@ -773,6 +821,11 @@ class Shadowed(Calls):
         return F.expit(self.norm(x))
 
 
+class BoundInside(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(relu(self.norm(x)) for relu in (torch.tanh, torch.sin))
+
+
 class Decorated(Calls):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -785,6 +838,9 @@ class Private(Calls):
 
     def __act(self, x: Tensor) -> Tensor:
         return self.act(x)
+
+
+relu = F.relu
 
 
 def closure() -> nn.Module:
@@ -819,6 +875,7 @@ def without_source() -> nn.Module:
         (OtherContext, NO_ACTIVATION),
         (OtherFunction, NO_ACTIVATION),
         (Shadowed, NO_ACTIVATION),
+        (BoundInside, NO_ACTIVATION),
         (Private, "Private.forward is not what its source says"),
         (closure, "Closure.forward is a closure"),
         (without_source, "NoSource.forward has no source that can be read"),
@@ -1050,6 +1107,64 @@ def test_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
     assert takes(again) == takes(model) == 4
 
 
+class Reduced(Calls):
+    """Pickled in a way of its own, by its class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x))
+
+    def __reduce__(self) -> Any:
+        return type(self), (), vars(self)
+
+
+class WithArguments(Calls):
+    def __new__(cls, *names: str) -> WithArguments:
+        return super().__new__(cls)
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+
+    def __getnewargs__(self) -> tuple[str]:
+        return ("name",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", [Reduced, WithArguments])
+def test_classes_with_a_pickle_of_their_own(kind: type[Calls]) -> None:
+    model, X = randomised(kind()), image()
+    gn_override.fuse(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(again) is type(model) is not kind
+        assert torch.equal(again(X), model(X))
+        assert takes(again) == 1
+
+
+class Counts(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(x.size(0))
+        return self.act(self.norm(x))
+
+
+Counts.__annotations__ = {"sizes": list[int]}  # no string, which torch.jit.script does not take
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_class_keeps_its_names() -> None:
+    """By which pipelines save what they hold, and its annotations, by which it is scripted."""
+    model, X = Counts(), image()
+    gn_override.fuse(model)
+    assert type(model) is not Counts
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(type(model), attribute) == getattr(Counts, attribute), attribute
+    torch.testing.assert_close(torch.jit.script(model)(X), model(X))
+
+
 def test_again() -> None:
     model = fused()
     kinds = [type(module) for module in model.modules()]
@@ -1069,6 +1184,50 @@ def test_exchanged_modules() -> None:
     assert takes(model) == 2
     h = model[2](model[1](model[0](X)))
     torch.testing.assert_close(model(X), torch.tanh(h))
+
+
+class InPlace(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        h = relu(self.norm(x), inplace=True)
+        return torch.relu_(self.norm(h)) + F.group_norm(h, 4).relu_() + h
+
+
+def test_what_is_not_fused_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place where the source says so, and by what the source names by then."""
+    model, X = InPlace(), image()
+    stock = copy.deepcopy(model)
+    assert len(gn_override.fuse(model).fused) == 3
+    assert takes(model) == 3
+    torch.testing.assert_close(model(X), stock(X))
+    for replaced in (nn.Identity(), nn.GroupNorm(4, 8)):
+        for either in (model, stock):
+            either.norm = replaced
+        x, y = X.clone(), X.clone()
+        assert torch.equal(model(x.contiguous()), stock(y.contiguous()))
+        torch.testing.assert_close(model(x), stock(y))
+        assert torch.equal(x, y)
+    monkeypatch.setitem(globals(), "relu", F.leaky_relu)
+    assert takes(model) == 2
+    torch.testing.assert_close(model(X), stock(X))
+    for name in ("group_norm", "relu", "silu"):
+        with monkeypatch.context() as patch:
+            patch.setattr(F, name, lambda x, *_, **__: x + 7)
+            assert takes(model) == 0
+            assert torch.equal(model(X), stock(X))
+
+
+def test_forwards_that_are_replaced_after_compiling() -> None:
+    """As offloading hooks do: torch.compile sees it."""
+    model, X = nn.Sequential(nn.GroupNorm(4, 8), nn.ReLU()), image()
+    gn_override.fuse(model)
+    compiled = torch.compile(model, backend="eager")
+    for module in model:
+        assert torch.equal(compiled(X), model(X))
+        module.forward = lambda x: x * 3
+        assert torch.equal(compiled(X), model(X))
+        del module.forward
+    assert torch.equal(compiled(X), model(X))
+    assert takes(model) == 1
 
 
 def test_switch() -> None:
