@@ -125,7 +125,8 @@ def _switched(on: bool) -> Iterator[None]:
 def enabled() -> Iterator[None]:
     """Context manager (or decorator): on inside, what it was before afterwards.
 
-    The switch is the process's: other threads see it too while the block runs.
+    The switch is the process's: other threads see it too while the block runs, and of two blocks
+    that overlap in different threads the one that ends last restores what the other had set.
     """
     with _switched(True):
         yield
@@ -135,7 +136,8 @@ def enabled() -> Iterator[None]:
 def disabled() -> Iterator[None]:
     """Context manager (or decorator): off inside, what it was before afterwards.
 
-    The switch is the process's: other threads see it too while the block runs.
+    The switch is the process's: other threads see it too while the block runs, and of two blocks
+    that overlap in different threads the one that ends last restores what the other had set.
     """
     with _switched(False):
         yield
