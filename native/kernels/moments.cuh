@@ -22,8 +22,8 @@ __device__ __forceinline__ Acc reciprocal_or_zero(Acc count) {
   return count > 0 ? reciprocal(count) : 0;
 }
 
-// sum d^2 - (sum d)^2 / n of `all`, the sum of squares, and the other term, which
-// is at most as large. Where squares overflow, the variance is infinite.
+// all - of_mean, sum d^2 less (sum d)^2 / n, which is at most as large. Where
+// squares overflow, the variance is infinite.
 template <typename Acc>
 __device__ __forceinline__ Acc centred(Acc all, Acc of_mean) {
   return isinf(all) ? all : all - of_mean;
