@@ -19,7 +19,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import BACKWARD, FORWARD, TORCH, calls, is_channels_last, lay_out, override_off
+from reference import (
+    ATEN,
+    BACKWARD,
+    FORWARD,
+    FUSED,
+    TORCH,
+    calls,
+    is_channels_last,
+    lay_out,
+    override_off,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -674,17 +684,19 @@ def test_compile_follows_the_switch(device: str, shape: tuple[int, ...]) -> None
     assert taken(device) == (1, 1)
 
 
-def test_compiled_autograd(device: str) -> None:
+@FUNCTIONS
+def test_compiled_autograd(device: str, function: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()
     tensors = operands((2, 6, 3, 5), device, torch.float)
-    expected = torch.autograd.grad(norm(*tensors).cos().sum(), given(tensors))
+    expected = torch.autograd.grad(function(*tensors).cos().sum(), given(tensors))
     torch.ops.gn_override.reset_counters()
     with torch._dynamo.compiled_autograd._enable(
         torch.compile(backend="aot_eager", fullgraph=True)
     ):
-        norm(*tensors).cos().sum().backward()
+        function(*tensors).cos().sum().backward()
     torch.testing.assert_close([t.grad for t in given(tensors)], list(expected))
-    assert taken(device) == (1, 1)
+    for op in ATEN if function is norm else FUSED:
+        assert calls(op, device) == (1, 0)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -284,8 +284,11 @@ Result call_backward(
 
 struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
   static constexpr bool is_traceable = true; // by compiled autograd
+  static constexpr size_t kArguments = 8; // of forward
 
-  static variable_list forward(
+  // Compiled autograd takes no outputs without a gradient: `statistics`, mean
+  // and rstd, are none.
+  static Tensor forward(
       AutogradContext* ctx,
       const Tensor& X,
       const OptionalTensor& gamma,
@@ -293,7 +296,8 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
       int64_t group,
       double eps,
       std::string_view activation,
-      std::optional<at::ScalarType> out_dtype) {
+      std::optional<at::ScalarType> out_dtype,
+      std::array<Tensor, 2>* statistics) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [Y, mean, rstd] =
         call_group_norm_act(X, group, gamma, beta, eps, activation, out_dtype);
@@ -311,13 +315,13 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
     ctx->saved_data["group"] = group;
     ctx->saved_data["eps"] = eps;
     ctx->saved_data["activation"] = std::string(activation);
-    ctx->mark_non_differentiable({mean, rstd});
     ctx->set_materialize_grads(false);
-    return {Y, mean, rstd};
+    *statistics = {mean, rstd};
+    return Y;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    variable_list gradients(7); // an undefined one for each other argument
+    variable_list gradients(kArguments); // undefined for other arguments
     const Tensor& dY = grads[0];
     if (!dY.defined()) {
       return gradients;
@@ -375,15 +379,17 @@ Result autograd_forward(
     return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);
   }
   if (wants_gradient(X, gamma, beta)) {
-    variable_list results = ActivatedNorm::apply(
+    std::array<Tensor, 2> statistics;
+    Tensor Y = ActivatedNorm::apply(
         to_record(X),
         to_record(gamma),
         beta,
         group,
         eps,
         activation,
-        out_dtype);
-    return {results[0], results[1], results[2]};
+        out_dtype,
+        &statistics);
+    return {std::move(Y), std::move(statistics[0]), std::move(statistics[1])};
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call_group_norm_act(X, group, gamma, beta, eps, activation, out_dtype);
