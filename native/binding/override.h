@@ -187,6 +187,18 @@ std::optional<Result> run_backward(
   return Result{std::move(dX), std::move(dgamma), std::move(dbeta)};
 }
 
+// In which stock's composite hands X to the native ops: up to 2.13 NCHW on
+// CUDA, and contiguous for [N, C, L]. In another they refuse or misread it.
+template <typename Backend>
+at::MemoryFormat stock_format(const at::Tensor& X) {
+#if GN_OVERRIDE_STOCK_DROPS_LAYOUT
+  if (Backend::kCuda) {
+    return at::MemoryFormat::Contiguous;
+  }
+#endif
+  return X.suggest_memory_format();
+}
+
 template <typename Backend>
 Result forward(
     const at::Tensor& X,
@@ -209,7 +221,7 @@ Result forward(
     }
   }
   return Backend::stock_forward(
-      RawLayoutScope::is_open() ? X.contiguous() : X,
+      RawLayoutScope::is_open() ? X.contiguous(stock_format<Backend>(X)) : X,
       gamma,
       beta,
       N,
@@ -268,10 +280,14 @@ Result backward(
       return *std::move(result);
     }
   }
-  const bool raw = RawLayoutScope::is_open();
-  return Backend::stock_backward(
-      raw ? dY.contiguous() : dY,
-      raw ? X.contiguous() : X,
+  // The backward of a graph that was compiled, and whose forward ran, with the
+  // override on: stock makes no such call, whose layout it misreads.
+  const at::MemoryFormat format = stock_format<Backend>(X);
+  const bool is_ours = is_channels_last(X) && !X.is_contiguous(format);
+  const bool converts = is_ours || RawLayoutScope::is_open();
+  Result result = Backend::stock_backward(
+      converts ? dY.contiguous(format) : dY,
+      converts ? X.contiguous(format) : X,
       mean,
       rstd,
       gamma,
@@ -280,6 +296,10 @@ Result backward(
       HxW,
       group,
       output_mask);
+  if (is_ours && output_mask[0]) {
+    std::get<0>(result) = to_channels_last(std::get<0>(result));
+  }
+  return result;
 }
 
 } // namespace gn_override::binding

@@ -41,7 +41,7 @@ void reset_counters();
 // Open while our autograd and composite kernels for torch 2.11 - 2.13 pass a
 // channels-last tensor down to the native ops, which stock refuses there on
 // CUDA. A call that is declined after all (the switch was flipped by another
-// thread, say) is then given NCHW tensors, as stock's own composite would.
+// thread, say) is then given tensors as stock's own composite would give them.
 class RawLayoutScope {
  public:
   RawLayoutScope();
