@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import DeviceContext
 
 # Other classes, and what stands for a tensor in a trace, know PyTorch's operators alone.
-_KNOWN = {Tensor, torch.nn.Parameter, FakeTensor, type(None)}
+KNOWN = {Tensor, torch.nn.Parameter, FakeTensor}
+_KNOWN_OR_NONE = {*KNOWN, type(None)}
 # Of others F.group_norm knows whether it takes them.
 _INTEGERS = {int, torch.SymInt}
 _NUMBERS = {float, int}
@@ -47,10 +48,10 @@ def group_norm_act(
         or (_function_modes() > 0 and _are_functions_watched())
         or _tracing_state() is not None
         or _transform() is not None
-        or type(input) not in _KNOWN
-        or type(weight) not in _KNOWN
-        or type(bias) not in _KNOWN
-        or type(addend) not in _KNOWN
+        or type(input) not in KNOWN
+        or type(weight) not in _KNOWN_OR_NONE
+        or type(bias) not in _KNOWN_OR_NONE
+        or type(addend) not in _KNOWN_OR_NONE
         # What F.group_norm refuses before it calls an operator is among these.
         or type(num_groups) not in _INTEGERS
         or type(eps) not in _NUMBERS

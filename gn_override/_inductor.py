@@ -9,7 +9,8 @@ open and makes that of a backward contiguous.
 
 A norm and the activation after it become one call before all that: see _inductor_fuse.
 
-AOTInductor always decomposes: what it packages runs where this package is not imported.
+AOTInductor always decomposes: what it packages runs where this package is not imported. So does
+what is compiled with torch._dynamo.config.caching_precompile, which other processes load as it is.
 
 Inductor is slow to import and most programs never do. So an import hook waits for the module that
 holds its lowerings, which is loaded before anything can be compiled, and is gone after that.
@@ -19,6 +20,9 @@ another side of the switch, or of a process without this package, would be found
 torch.compiler.config.cache_key_tag ends in a tag of ours where Inductor leaves calls to us, or
 where autocast is told to preserve dtypes. A program that sets the tag itself should do so before it
 imports this package.
+
+That tag and the pass of _inductor_fuse are settings of PyTorch's, which belong to a thread since
+2.13; what we do to them holds for all threads. See _amend().
 """
 
 from __future__ import annotations
@@ -26,11 +30,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._config_module import _UNSET_SENTINEL
 
 from gn_override import _library, _meta
 
@@ -53,9 +59,10 @@ _CACHE_TAG = "-".join(
     ("gn_override", _library.build_info()["version"], *_library.build_info()["backends"])
 )
 
+_PRESERVE_TAG = "-autocast-preserve"
+
 _turning = threading.RLock()
 _wanted = True
-_tag = ""  # what cache_key_tag ends in now
 
 
 def install() -> None:
@@ -69,6 +76,13 @@ def install() -> None:
 def is_active() -> bool:
     """Whether Inductor leaves calls to our kernels: switched on, and wanted."""
     return _wanted and torch.ops.gn_override.is_enabled()
+
+
+def leaves_calls() -> bool:
+    """Whether it does so in what it compiles now, which runs in this process alone."""
+    from torch._inductor.virtualized import V
+
+    return is_active() and not V.aot_compilation and not torch._dynamo.config.caching_precompile
 
 
 def set_inductor(enabled: bool) -> None:
@@ -137,16 +151,36 @@ def _turn(setter: Callable[[bool], bool], on: bool) -> bool:
 
 def _follow() -> None:
     """Makes Inductor follow the switch."""
-    global _tag
     active = is_active()
-    theirs = torch.compiler.config.cache_key_tag.removesuffix(_tag)
-    _tag = _CACHE_TAG if active else ""
+    tag = _CACHE_TAG if active else ""
     if torch.ops.gn_override.is_enabled() and torch.ops.gn_override.autocast_preserves():
-        _tag += "-autocast-preserve"
-    torch.compiler.config.cache_key_tag = theirs + _tag
+        tag += _PRESERVE_TAG
+
+    def with_tag(before: str) -> str:
+        return before.removesuffix(_PRESERVE_TAG).removesuffix(_CACHE_TAG) + tag
+
+    _amend(torch.compiler.config, "cache_key_tag", with_tag)
     if _LOWERINGS in sys.modules:
         _set_decompositions(active)
         _set_pass(active)
+
+
+def _amend(config: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Changes a setting of PyTorch's for all threads.
+
+    That is what it is where a thread has not set it; what the calling thread has set is changed
+    too. Another thread that has set it keeps its own.
+    """
+    entry = config._config[name]
+    for otherwise in ("default", "env_value_default", "env_value_force"):
+        value = getattr(entry, otherwise)
+        if value is not _UNSET_SENTINEL:
+            setattr(entry, otherwise, change(value))
+    own = entry.user_override
+    if isinstance(own, ContextVar):  # since 2.13
+        own = own.get()
+    if own is not _UNSET_SENTINEL:
+        setattr(config, name, change(own))
 
 
 class _Decomposition:
@@ -157,9 +191,7 @@ class _Decomposition:
         self.ours = ours
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torch._inductor.virtualized import V
-
-        if is_active() and not V.aot_compilation and self.ours(*args, **kwargs):
+        if leaves_calls() and self.ours(*args, **kwargs):
             return NotImplemented  # which leaves the call in the graph
         return self.inductors(*args, **kwargs)
 
@@ -186,9 +218,11 @@ def _set_pass(active: bool) -> None:
 
     from gn_override._inductor_fuse import FuseActivations
 
-    current = config.pre_grad_custom_pass
-    others = current.before if isinstance(current, FuseActivations) else current
-    config.pre_grad_custom_pass = FuseActivations(others, is_active) if active else others
+    def with_ours(current: Any) -> Any:
+        others = current.before if isinstance(current, FuseActivations) else current
+        return FuseActivations(others, leaves_calls) if active else others
+
+    _amend(config, "pre_grad_custom_pass", with_ours)
 
 
 def _inductor_loaded() -> None:

@@ -3,7 +3,7 @@ precision inside autocast.
 
 This happens before gradients are traced, on what Dynamo recorded, where an activation is still one
 node. The fused operator brings its own backward, so training needs no pattern of its own. Calls
-that our kernels do not take stay what they are, and so does what AOTInductor compiles.
+that our kernels do not take stay what they are, and so does what runs without this package.
 
 This module loads Inductor's base class of passes; it is imported where Inductor is.
 """
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.virtualized import V
 from torch.fx import Graph, Node
 
-from gn_override import _activations, _meta
+from gn_override import _activations, _calls, _meta
 
 _Pass = Callable[[Graph], None]
 
@@ -43,8 +43,11 @@ class FuseActivations(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for custom_pass in self._passes():
             custom_pass(graph)
-        if self.active() and not V.aot_compilation:
+        if self.active():
             _fuse(graph)
+
+    def __deepcopy__(self, memo: Any) -> FuseActivations:
+        return self  # each thread that reads the setting gets a copy
 
     def uuid(self) -> Any:
         """Of all passes together; None where one of them has none, so that nothing is cached."""
@@ -123,14 +126,19 @@ def _taken(
 ) -> bool:
     """Whether our kernels take the norm."""
     X, gamma, beta = (_value(argument) for argument in (input, weight, bias))
-    known = isinstance(X, Tensor) and isinstance(num_groups, int) and isinstance(eps, float)
+    known = _is_plain(X) and isinstance(num_groups, int) and isinstance(eps, float)
     for argument, value in ((weight, gamma), (bias, beta)):
-        known = known and (argument is None or isinstance(value, Tensor))
+        known = known and (argument is None or _is_plain(value))
     if not known:
         return False
     if out_dtype == torch.float32:  # autocast casts them
         gamma, beta = (t if t is None else t.float() for t in (gamma, beta))
     return _meta.takes_act(X, num_groups, gamma, beta, out_dtype)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that knows our operators: of no other class and no transform."""
+    return type(value) in _calls.KNOWN and not is_functorch_wrapped_tensor(value)
 
 
 def _together(norm: Node, activation: Node) -> bool:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.utils._pytree import tree_map_only
 
 import gn_override
 from gn_override import _library
@@ -388,6 +390,46 @@ def test_cache_tag_keeps_the_users() -> None:
         gn_override.enable()
 
 
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_other_threads() -> None:
+    """What Inductor is told holds for all: settings of PyTorch's are a thread's since 2.13."""
+    tensors = operands((2, 6, 7, 5), "cpu")
+
+    def settings() -> tuple[str, bool]:
+        custom_pass = inductor_config.pre_grad_custom_pass
+        return torch.compiler.config.cache_key_tag, custom_pass is not None
+
+    on = in_a_thread(settings)
+    assert "gn_override" in on[0] and on[1]
+    with gn_override.disabled():
+        assert in_a_thread(settings) == ("", False)
+    with expect_calls("cpu", True, True, FUSED):
+        in_a_thread(lambda: train(compiled(norm_silu), *tensors))
+    try:
+        in_a_thread(gn_override.disable)
+        assert in_a_thread(settings) == ("", False)
+    finally:
+        gn_override.enable()
+    assert in_a_thread(settings) == on
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("layout", ["sequence", "channels_last"])
+def test_switched_off_between_forward_and_backward(device: str, layout: str, backend: str) -> None:
+    """A graph that is there already calls what it was made of: stock's kernels then."""
+    X, gamma, beta = operands((2, 6, 8) if layout == "sequence" else (2, 6, 7, 5), device)
+    with gn_override.disabled():
+        expected = train(norm, X, gamma, beta)[1:]
+    Y = compiled(norm, backend=backend)(X, gamma, beta).cos().sum()
+    with gn_override.disabled():
+        actual = torch.autograd.grad(Y, (X, gamma, beta))
+    torch.testing.assert_close(actual, expected)
+
+
 # --- what the pass makes of what Dynamo records -----------------------------------------------
 
 
@@ -482,6 +524,67 @@ def test_pass_under_autocast(device: str) -> None:
     X, gamma, beta = operands((2, 6, 7, 5), device)
     for x in (X, X.detach().bfloat16()):
         assert after_the_pass(function, x, gamma, beta) == ["silu"]
+
+
+def gradient(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: norm_silu(x, gamma, beta).cos().sum())(X)
+
+
+def mapped(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    return torch.func.vmap(norm_silu, (None, 0, None))(X, torch.stack([gamma, beta]), beta)
+
+
+@pytest.mark.parametrize("function", [gradient, mapped])
+def test_transforms_keep_stocks(function: Callable[..., Tensor]) -> None:
+    """Inside them our operator is a composite, and its layout another."""
+    tensors = [t.detach() for t in operands((2, 6, 7, 5), "cpu")]
+    expected = function(*tensors)
+    actual = compiled(function)(*tensors)
+    torch.testing.assert_close(actual, expected, check_stride=True)
+    assert after_the_pass(function, *tensors) == []
+
+
+class AtenOnly(torch.Tensor):
+    """A tensor in a wrapper that knows PyTorch's operators alone, as DTensor is one."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> AtenOnly:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return "AtenOnly()"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> AtenOnly:
+        return AtenOnly(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if function.namespace not in ("aten", "prim"):
+            raise NotImplementedError(f"{function}")
+        args, kwargs = tree_map_only(AtenOnly, lambda t: t.inner, (args, kwargs or {}))
+        return tree_map_only(Tensor, AtenOnly, function(*args, **kwargs))
+
+
+def test_subclasses_of_tensors_keep_stocks() -> None:
+    tensors = [t.detach() for t in operands((2, 6, 7, 5), "cpu")]
+    actual = compiled(norm_silu)(*map(AtenOnly, tensors))
+    torch.testing.assert_close(actual.inner, norm_silu(*tensors), check_stride=True)
+
+
+def test_what_other_processes_load_keeps_stocks() -> None:
+    tensors = operands((2, 6, 7, 5), "cpu")
+    assert after_the_pass(norm_silu, *tensors) == ["silu"]
+    with torch._dynamo.config.patch(caching_precompile=True):
+        assert not inductor_config.pre_grad_custom_pass.active()
 
 
 class Recorded(CustomGraphPass):
