@@ -132,6 +132,8 @@ class Forward:
             raise Unreadable("is decorated, or no plain function")
         if set(function.__code__.co_freevars) - {"__class__"}:
             raise Unreadable("is a closure")
+        if any(isinstance(node, ast.ClassDef) for node in ast.walk(definition)):
+            raise Unreadable("defines a class")  # whose names, and rules for names, are others
         _drop_defaults(definition)
         self._function = function
         if _symbols(self._make(definition, run=None)) != _symbols(function):

@@ -348,7 +348,10 @@ def _fused_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> 
     }
     bases = (kind,) if issubclass(kind, _Fused) else (_Fused, kind)
     try:
-        return type(kind)(kind.__name__, bases, body)  # by which pipelines are saved
+        # Under a name of its own where the class has a register of subclasses.
+        made = type(kind)(f"Fused{kind.__name__}", bases, body)
+        made.__name__ = kind.__name__  # by which pipelines are saved
+        return made
     except Exception:  # whatever __init_subclass__ or a metaclass raises
         raise _forward.Unreadable("belongs to a class that allows no subclass") from None
 

@@ -22,7 +22,7 @@ where autocast is told to preserve dtypes. A program that sets the tag itself sh
 imports this package.
 
 That tag and the pass of _inductor_fuse are settings of PyTorch's, which belong to a thread since
-2.13; what we do to them holds for all threads. See _amend().
+2.13. What we do to them holds for all threads but others that have set them too: see _amend().
 """
 
 from __future__ import annotations

@@ -50,8 +50,12 @@ class FuseActivations(CustomGraphPass):
         return self  # each thread that reads the setting gets a copy
 
     def uuid(self) -> Any:
-        """Of all passes together; None where one of them has none, so that nothing is cached."""
-        ours = get_hash_for_files((__file__, _activations.__file__))
+        """Of all passes together; None where one of them has none, so that nothing is cached.
+
+        And of what ours does now: a thread may hold one of before the switch was turned.
+        """
+        state = str((self.active(), torch.ops.gn_override.autocast_preserves()))
+        ours = get_hash_for_files((__file__, _activations.__file__), state)
         others = [getattr(custom_pass, "uuid", lambda: None)() for custom_pass in self._passes()]
         return None if None in others else (ours, *others)
 

@@ -44,6 +44,7 @@ from gn_override import _library
 aten = torch.ops.aten
 OPS = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
 BACKENDS = _library.build_info()["backends"]
+STOCK_DROPS_LAYOUT = _library.build_info()["conditions"]["STOCK_DROPS_LAYOUT"]
 GROUPS = 3
 
 
@@ -421,6 +422,8 @@ def test_other_threads() -> None:
 @pytest.mark.parametrize("layout", ["sequence", "channels_last"])
 def test_switched_off_between_forward_and_backward(device: str, layout: str, backend: str) -> None:
     """A graph that is there already calls what it was made of: stock's kernels then."""
+    if backend == "inductor" and not STOCK_DROPS_LAYOUT:
+        pytest.skip("its code asserts a layout of dX, where stock's may have another")
     X, gamma, beta = operands((2, 6, 8) if layout == "sequence" else (2, 6, 7, 5), device)
     with gn_override.disabled():
         expected = train(norm, X, gamma, beta)[1:]

@@ -8,7 +8,7 @@ import inspect
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -843,6 +843,15 @@ class Private(Calls):
 relu = F.relu
 
 
+class DefinesAClass(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        class Inner:
+            relu = torch.tanh
+            result = relu(self.norm(x))
+
+        return Inner.result
+
+
 def closure() -> nn.Module:
     factor = torch.tensor(2.0)
 
@@ -878,6 +887,7 @@ def without_source() -> nn.Module:
         (BoundInside, NO_ACTIVATION),
         (Private, "Private.forward is not what its source says"),
         (closure, "Closure.forward is a closure"),
+        (DefinesAClass, "DefinesAClass.forward defines a class"),
         (without_source, "NoSource.forward has no source that can be read"),
     ],
 )
@@ -945,6 +955,27 @@ def test_patched_forward(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(gn_override.fuse(patched).fused) == 1
         torch.testing.assert_close(patched(X), expected)
     assert takes(model) == 1
+
+
+class Registered(Calls):
+    """Known by name, as a library's classes may be."""
+
+    by_name: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls) -> None:
+        assert Registered.by_name.setdefault(cls.__name__, cls) is cls
+
+
+class Known(Registered):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x))
+
+
+def test_registered_subclass() -> None:
+    model = Known()
+    assert len(gn_override.fuse(model).fused) == 1
+    assert type(model) is not Registered.by_name["Known"] is Known
+    assert type(model).__name__ == "Known"
 
 
 class NoSubclass(Calls):
@@ -1220,7 +1251,8 @@ def test_forwards_that_are_replaced_after_compiling() -> None:
     """As offloading hooks do: torch.compile sees it."""
     model, X = nn.Sequential(nn.GroupNorm(4, 8), nn.ReLU()), image()
     gn_override.fuse(model)
-    compiled = torch.compile(model, backend="eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     for module in model:
         assert torch.equal(compiled(X), model(X))
         module.forward = lambda x: x * 3

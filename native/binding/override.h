@@ -187,16 +187,14 @@ std::optional<Result> run_backward(
   return Result{std::move(dX), std::move(dgamma), std::move(dbeta)};
 }
 
+constexpr bool kStockDropsLayout = GN_OVERRIDE_STOCK_DROPS_LAYOUT;
+
 // In which stock's composite hands X to the native ops: up to 2.13 NCHW on
 // CUDA, and contiguous for [N, C, L]. In another they refuse or misread it.
 template <typename Backend>
 at::MemoryFormat stock_format(const at::Tensor& X) {
-#if GN_OVERRIDE_STOCK_DROPS_LAYOUT
-  if (Backend::kCuda) {
-    return at::MemoryFormat::Contiguous;
-  }
-#endif
-  return X.suggest_memory_format();
+  return Backend::kCuda && kStockDropsLayout ? at::MemoryFormat::Contiguous
+                                             : X.suggest_memory_format();
 }
 
 template <typename Backend>
@@ -281,9 +279,10 @@ Result backward(
     }
   }
   // The backward of a graph that was compiled, and whose forward ran, with the
-  // override on: stock makes no such call, whose layout it misreads.
+  // override on: stock up to 2.13 makes no such call, whose layout it misreads.
   const at::MemoryFormat format = stock_format<Backend>(X);
-  const bool is_ours = is_channels_last(X) && !X.is_contiguous(format);
+  const bool is_ours =
+      kStockDropsLayout && is_channels_last(X) && !X.is_contiguous(format);
   const bool converts = is_ours || RawLayoutScope::is_open();
   Result result = Backend::stock_backward(
       converts ? dY.contiguous(format) : dY,
