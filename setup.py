@@ -101,6 +101,8 @@ DEFAULT_ARCHS = ["8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0"]
 
 # The names that TORCH_CUDA_ARCH_LIST may use, as torch reads them.
 NAMED_ARCHS = {
+    "Ampere+Tegra": "8.7",  # ahead of the name that it begins with
+    "Blackwell+Tegra": "11.0",
     "Turing": "7.5+PTX",
     "Ampere": "8.0;8.6+PTX",
     "Ada": "8.9+PTX",

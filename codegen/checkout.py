@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import tempfile
@@ -9,6 +10,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from codegen.upstream import Rendered, StagingError
+
+
+def git_environment() -> dict[str, str]:
+    """For git in a repository that is named by its folder: a hook, or a command of git rebase, runs
+    with variables that name another."""
+    return {name: value for name, value in os.environ.items() if name not in _git_variables()}
+
+
+@functools.cache
+def _git_variables() -> frozenset[str]:
+    command = ["git", "rev-parse", "--local-env-vars"]
+    return frozenset(subprocess.run(command, capture_output=True, text=True).stdout.split())
 
 
 class Checkout:
@@ -95,7 +108,7 @@ class Checkout:
             ["git", "-C", str(self.folder), *arguments],
             input=(text or "").encode(),
             capture_output=True,
-            env={**os.environ, **(environment or {})},
+            env={**git_environment(), **(environment or {})},
         )
         if done.returncode != 0:
             raise StagingError(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gn_override._fuse import FusedPair, Fusion, SkippedNorm, fuse
     from gn_override._report import Report, report
 
+    __version__: str
+
 __all__ = [
     "Explanation",
     "FusedPair",
@@ -74,17 +76,19 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """What most programs never call is imported on first use, and so is the version."""
-    if name == "__version__":
-        return _library.build_info()["version"]
-    if name in ("functional", "nn"):
-        return importlib.import_module(f"gn_override.{name}")
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # by which every name would do
+
+    def __getattr__(name: str) -> Any:
+        """What most programs never call is imported on first use, and so is the version."""
+        if name == "__version__":
+            return _library.build_info()["version"]
+        if name in ("functional", "nn"):
+            return importlib.import_module(f"gn_override.{name}")
+        if name in _LAZY:
+            value = getattr(importlib.import_module(_LAZY[name]), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

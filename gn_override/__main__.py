@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import json
 import math
+import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -175,5 +178,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run() -> int:
+    """main() for a shell: any encoding of stdout will do, and output that nobody reads any more
+    ends it without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -44,14 +45,14 @@ def take_over() -> None:
     To be called where the extension cannot be loaded. While Python looks for the module of -m, and
     so imports this package, sys.argv begins with "-m".
     """
-    command = sys.orig_argv
-    if sys.argv[:1] != ["-m"] or "-m" not in command:
+    if sys.argv[:1] != ["-m"] or "doctor" not in sys.argv[1:]:
         return
-    at = command.index("-m")
-    if command[at + 1 : at + 3] == ["gn_override", "doctor"]:
+    # -m gn_override, -mgn_override, -Bm gn_override
+    command = " ".join(sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1])
+    if re.search(r"(^| )-[A-Za-z]*m ?gn_override$", command):
         from gn_override import __main__
 
-        sys.exit(__main__.main(sys.argv[1:]))
+        sys.exit(__main__.run())
 
 
 def main(*, modules: Sequence[str] = (), as_json: bool = False) -> int:
@@ -152,11 +153,12 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
     for name in architectures:
         plain = name.removesuffix("+PTX")
         built = tuple(int(part) for part in plain.rstrip("af").split("."))
+        specific = plain.endswith(("a", "f"))
         if plain.endswith("a"):
             fits = capability == built
         else:
             fits = capability[0] == built[0] and capability[1] >= built[1]
-        if fits or (name.endswith("+PTX") and capability >= built):
+        if fits or (name.endswith("+PTX") and not specific and capability >= built):
             return True
     return False
 
@@ -190,7 +192,10 @@ def _gpus(info: dict[str, Any]) -> Iterator[Check]:
             yield Check(name, False, f"{found}: there is no CUDA backend for it", "see CUDA above")
         elif not runs_on(capability, info["cuda_archs"]):
             found += f", and the build is for {' '.join(info['cuda_archs'])}"
-            yield Check(name, False, found, f"export TORCH_CUDA_ARCH_LIST={text}, then {_REBUILD}")
+            archs = ";".join([*info["cuda_archs"], text])  # there may be GPUs of several kinds
+            yield Check(
+                name, False, found, f"export TORCH_CUDA_ARCH_LIST='{archs}', then {_REBUILD}"
+            )
         else:
             yield Check(name, True, found)
 

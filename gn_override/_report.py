@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -128,10 +127,8 @@ def report() -> Report:
         cpu_instruction_set=native.get("cpu_instruction_set", "?"),
         compiler=native.get("compiler", "?"),
         owners=tuple(owner for op in _KEYS for owner in _owners(op)),
-        calls=MappingProxyType(ours),
-        declined=MappingProxyType(
-            {name: count for name, count in sorted(counters.items()) if name not in ours}
-        ),
+        calls=ours,
+        declined={name: count for name, count in sorted(counters.items()) if name not in ours},
     )
 
 

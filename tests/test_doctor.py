@@ -127,6 +127,41 @@ def test_other_commands_raise_where_doctor_speaks(installed):
     assert other.returncode == 1 and "ImportError" in other.stderr and not other.stdout
 
 
+@pytest.mark.parametrize(
+    "spelling",
+    [["-m", "gn_override", "--json"], ["-mgn_override"], ["-Bm", "gn_override"]],
+    ids=" ".join,
+)
+def test_spellings_of_the_command(spelling, installed):
+    damage(installed, "another torch")
+    result = subprocess.run(
+        [sys.executable, *spelling, "doctor"],
+        cwd=installed.parent,
+        env={**os.environ, "PYTHONPATH": str(installed.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "another torch" in result.stdout or "this is torch" in result.stdout
+
+
+def test_a_path_that_stdout_cannot_encode(installed):
+    elsewhere = installed.parent / "Verzeichnis-\u00e9" / "gn_override"
+    shutil.copytree(installed, elsewhere)
+    result = subprocess.run(
+        [sys.executable, "-m", "gn_override", "doctor"],
+        cwd=elsewhere.parent,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(elsewhere.parent),
+            "PYTHONIOENCODING": "ascii",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0 and "\\xe9" in result.stdout, result.stderr
+
+
 # The CUDA backend.
 
 
@@ -190,7 +225,7 @@ def test_a_gpu_that_the_build_has_no_code_for(machine):
     machine.capability = (10, 0)
     check = only(_doctor._gpus(INFO))
     assert not check.ok and "10.0" in check.found and "the build is for 9.0" in check.found
-    assert check.mend.startswith("export TORCH_CUDA_ARCH_LIST=10.0, then ")
+    assert check.mend.startswith("export TORCH_CUDA_ARCH_LIST='9.0;10.0', then ")
 
 
 def test_a_gpu_that_is_too_old(machine):
@@ -223,6 +258,8 @@ def test_a_gpu_that_torch_does_not_see(machine):
         ((9, 0), ["9.0a"], True),
         ((10, 3), ["10.0a"], False),
         ((10, 3), ["10.0f"], True),
+        ((10, 3), ["10.0a+PTX"], False),
+        ((12, 0), ["10.0f+PTX"], False),
         ((12, 0), ["8.0", "9.0", "10.0+PTX"], True),
         ((9, 0), [], False),
     ],

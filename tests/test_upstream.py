@@ -633,6 +633,18 @@ def test_sources_that_are_not_there(tmp_path, old, new, error):
 # --- the command and the text ----------------------------------------------------------------
 
 
+def test_a_repository_that_the_environment_names(tmp_path, monkeypatch):
+    """git gives its hooks and the commands of a rebase GIT_DIR: nothing happens to that one."""
+    folder = tmp_path / "ours"
+    stage_upstream.make_up_checkout(folder, "main")
+    before = state(folder)
+    monkeypatch.setenv("GIT_DIR", str(folder / ".git"))
+    stage_upstream.make_up_checkout(tmp_path / "other", "main")
+    stage_upstream.stage(tmp_path / "other")
+    monkeypatch.delenv("GIT_DIR")
+    assert state(folder) == before
+
+
 def test_command(main_checkout, capsys):
     def run(*arguments: object) -> tuple[int, str, str]:
         status = stage_upstream.main(list(map(str, arguments)))

@@ -29,7 +29,7 @@ import render_readme
 
 sys.path.append(str(render_readme.ROOT))
 from codegen import model, upstream, verify
-from codegen.checkout import Checkout
+from codegen.checkout import Checkout, git_environment
 from codegen.upstream import Rendered, StagingError
 
 BRANCH = "channels-last-group-norm"
@@ -178,10 +178,11 @@ def make_up_checkout(folder: Path, base: str) -> None:
         ["init", "--quiet"],
         ["config", "user.name", "nobody"],
         ["config", "user.email", "nobody@example.com"],
+        ["config", "commit.gpgsign", "false"],
         ["add", "--all"],
         ["commit", "--quiet", "--message", f"A checkout with the anchors of {base}"],
     ):
-        subprocess.run(["git", "-C", str(folder), *command], check=True)
+        subprocess.run(["git", "-C", str(folder), *command], check=True, env=git_environment())
 
 
 def check_made_up() -> list[str]:
