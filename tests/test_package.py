@@ -555,12 +555,12 @@ def test_the_public_api_is_whole_in_the_program_that_is_type_checked(capsys):
 # Command line.
 
 
-def test_output_that_nobody_reads_any_more():
+def test_output_that_nobody_reads_any_more(tmp_path):
     """`... | head -1` in a container, where Python does not buffer: no traceback."""
     command = [sys.executable, "-u", "-m", "gn_override", "report"]
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
