@@ -17,6 +17,8 @@ _NUMBERS = {float, int}
 # Looked up once: a call is a few microseconds.
 _group_norm_act_or_none = torch.ops.gn_override.group_norm_act_or_none.default
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _function_modes = torch._C._len_torch_function_stack
 _function_mode = torch._C._get_function_stack_at
 _tracing_state = torch._C._get_tracing_state  # of torch.jit.trace
@@ -44,7 +46,7 @@ def group_norm_act(
     """
     if (
         torch.compiler.is_compiling()
-        or _dispatch_modes() > 0
+        or (_dispatch_modes() > 0 and _are_operators_watched())
         or (_function_modes() > 0 and _are_functions_watched())
         or _tracing_state() is not None
         or _transform() is not None
@@ -62,6 +64,11 @@ def group_norm_act(
         input, addend, num_groups, weight, bias, eps, activation
     )
     return output
+
+
+def _are_operators_watched() -> bool:
+    """Whether a mode sees the operators that are called, other than FakeTensorMode."""
+    return _dispatch_modes() > (_dispatch_mode(_FAKE) is not None)
 
 
 def _are_functions_watched() -> bool:
