@@ -25,7 +25,7 @@ from gn_override.nn import GroupNorm
 _Class = Any  # type[nn.Module], which mypy takes for unhashable
 
 # As PyTorch has them: what patches them later is to be called.
-_FUNCTIONS = F.group_norm, F.group_norm, F.relu, F.silu, F.gelu
+_FUNCTIONS = F.group_norm, F.relu, F.silu, F.gelu
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,9 @@ def _obstacle(steps: Sequence[object]) -> str | None:
     norm = steps[0]
     if isinstance(norm, nn.Module) and not _is_plain(norm):
         return f"{type(norm).__name__} is a GroupNorm with a forward of its own"
-    written = norm.function if isinstance(norm, _forward.GroupNormCall) else F.group_norm
-    if (written, F.group_norm, F.relu, F.silu, F.gelu) != _FUNCTIONS:
+    if isinstance(norm, _forward.GroupNormCall) and norm.function is not F.group_norm:
+        return "what the source calls is not F.group_norm any more"
+    if (F.group_norm, F.relu, F.silu, F.gelu) != _FUNCTIONS:
         return "functions of torch.nn.functional are replaced"
     if _has_any_global_hook():
         return "there are global hooks of modules"
