@@ -181,7 +181,12 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     assert choose(best)
 
 
-@pytest.mark.parametrize("instruction_set", ["baseline", "avx2", "avx512"], indirect=True)
+instruction_sets = pytest.mark.parametrize(
+    "instruction_set", ["baseline", "avx2", "avx512"], indirect=True
+)
+
+
+@instruction_sets
 @few_cases
 @all_dtypes
 @pytest.mark.parametrize("size", [1.0, 2.0**-22], ids=["normal", "subnormal half"])
@@ -192,6 +197,55 @@ def test_instruction_sets(instruction_set, case, dtypes, size):
         t * size for t in (inputs.gamma, inputs.beta, inputs.dY)
     )
     assert_parity(run_ours(inputs), inputs)
+
+
+@instruction_sets
+@pytest.mark.parametrize(
+    "dtype, size",
+    [(torch.float32, 1e19), (torch.bfloat16, 1e19), (torch.float64, 1e154)],
+    ids=["float", "bfloat16", "double"],
+)
+def test_variances_that_overflow(instruction_set, dtype, size):
+    """Where squares overflow, the variance is infinite: rstd is 0, and Y is beta."""
+    inputs = make_inputs(Case("overflow", (1, 320, 16, 16), 32), "cpu", dtype)
+    inputs.X.mul_(size)
+    ours = native(inputs)
+    assert ours.rstd.eq(0).all()
+    assert torch.equal(ours.Y, inputs.beta[:, None, None].expand_as(ours.Y))
+
+
+@instruction_sets
+def test_subnormal_halves_where_floats_are_flushed(instruction_set):
+    """They are no subnormal floats: torch.set_flush_denormal() changes nothing."""
+    inputs = make_inputs(Case("small", (2, 16, 8, 8), 4), "cpu", torch.float16)
+    inputs.X.mul_(3e-5)
+    inputs.eps = 1e-12
+    plain = native(inputs)
+    assert torch.set_flush_denormal(True)
+    try:
+        flushed = native(inputs)
+    finally:
+        torch.set_flush_denormal(False)
+    for name in ("Y", "mean", "rstd"):
+        assert torch.equal(getattr(plain, name), getattr(flushed, name)), name
+
+
+@instruction_sets
+@pytest.mark.parametrize("first", [3000.0, 100.0, 1.0])
+def test_first_pixels_far_from_the_rest(instruction_set, first):
+    """They do not cost the others' squares their digits, nor the mean its own."""
+    inputs = make_inputs(Case("outliers", (16, 300, 512), 300), "cpu", torch.float32)
+    inputs.X[:, :, :2] *= first
+    assert_parity(run_ours(inputs), inputs)
+
+
+@instruction_sets
+def test_mean_of_folded_rows(instruction_set):
+    """Rows of several pixels start from a mean of all of these, not of the first."""
+    for _ in range(10):
+        inputs = make_inputs(Case("folded", (4, 4, 2048), 4), "cpu", torch.float32)
+        inputs.X -= inputs.X.mean((0, 2), keepdim=True)
+        assert_parity(native(inputs), inputs, only=("mean",))
 
 
 @few_cases

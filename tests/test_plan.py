@@ -122,6 +122,14 @@ def test_workspace_is_small(case, device_type, backward):
             assert answer["workspace_bytes"] <= WORKSPACE_FREE, answer
 
 
+@directions
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_many_small_samples_take_no_more_than_caches(backward, dtype):
+    """On a CPU: what all threads work on together counts with its workspace."""
+    answer = explain(Case("tiny_samples", (1_000_000, 2, 2), 2), "cpu", backward, dtype=dtype)
+    assert answer["workspace_bytes"] <= WORKSPACE_FREE, answer
+
+
 def assert_covers(answer: dict, case: Case, dtype: str, alignment: int) -> None:
     """Tiles cover [N, HxW, C] exactly: no channel and no pixel is left out or done twice."""
     plan = geometry(answer)

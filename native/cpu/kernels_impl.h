@@ -95,6 +95,8 @@ inline void for_rows(int64_t begin, int64_t end, Block block) {
 
 // --- statistics ------------------------------------------------------------
 
+// Adds R rows. Their squares are summed by themselves before they join M2:
+// fewer additions at the total's magnitude, so less rounding.
 template <int R, bool kFirst, typename T, typename A>
 inline void add_moments(
     const T* X,
@@ -113,7 +115,6 @@ inline void add_moments(
       x[r] = load<kTail>(X + r * stride + v, n);
     }
     V old_mean;
-    V sum2{};
     if constexpr (kFirst) {
       old_mean = x[0];
 #pragma GCC unroll 8
@@ -123,9 +124,9 @@ inline void add_moments(
       old_mean *= A(1) / R;
     } else {
       old_mean = load<kTail>(mean + v, n);
-      sum2 = load<kTail>(M2 + v, n);
     }
     V sum{};
+    V sum2{};
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const V deviation = x[r] - old_mean;
@@ -134,7 +135,11 @@ inline void add_moments(
     }
     const V step = sum * inverse;
     store<kTail>(mean + v, n, old_mean + step);
-    store<kTail>(M2 + v, n, fma(-sum, step, sum2));
+    sum2 = fma(-sum, step, sum2);
+    if constexpr (!kFirst) {
+      sum2 += load<kTail>(M2 + v, n);
+    }
+    store<kTail>(M2 + v, n, sum2);
   });
 }
 
@@ -153,14 +158,17 @@ row_moments(const T* X, int64_t rows, int64_t width, A* mean, A* M2) {
 }
 
 // A sum with an infinity in it is infinite, as stock's is, but the deviations
-// from it are NaN: give the channels where that happened their plain mean.
+// from it are NaN: give the channels where that happened their plain mean. And
+// where the squares of numbers overflowed, M2 is infinite.
 template <typename T, typename A>
-inline void repair_means(const T* X, int64_t rows, int64_t C, A* mean) {
+inline void
+repair_moments(const T* X, int64_t rows, int64_t C, A* mean, A* M2) {
   using V = Vector<A>;
   Mask<A> any{};
   for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
     const V m = load<kTail>(mean + v, n);
-    any |= m - m != V{};
+    const V s = load<kTail>(M2 + v, n);
+    any |= (m - m != V{}) | (s - s != V{});
   });
   bool found = false;
   for (int64_t i = 0; i < kLanes<T>; ++i) {
@@ -174,8 +182,12 @@ inline void repair_means(const T* X, int64_t rows, int64_t C, A* mean) {
     for (int64_t r = 0; r < rows; ++r) {
       sum += load<kTail>(X + r * C + v, n);
     }
-    const V m = load<kTail>(mean + v, n);
-    store<kTail>(mean + v, n, m - m != V{} ? sum / static_cast<A>(rows) : m);
+    V m = load<kTail>(mean + v, n);
+    const V s = load<kTail>(M2 + v, n);
+    m = m - m != V{} ? sum / static_cast<A>(rows) : m;
+    const V infinity = V{} + static_cast<A>(__builtin_inf());
+    store<kTail>(mean + v, n, m);
+    store<kTail>(M2 + v, n, (s - s != V{}) & (m - m == V{}) ? infinity : s);
   });
 }
 
@@ -191,7 +203,7 @@ void moments(const void* X_, Chunk chunk, void* mean_, void* M2_) {
   const int64_t rows = chunk.rows / fold;
   if (fold == 1 || rows == 0) {
     row_moments(X, chunk.rows, C, mean, M2);
-    repair_means(X, chunk.rows, C, mean);
+    repair_moments(X, chunk.rows, C, mean, M2);
     return;
   }
   A folded_mean[cpu::kMaxFoldedRow];
@@ -202,11 +214,16 @@ void moments(const void* X_, Chunk chunk, void* mean_, void* M2_) {
       X + rows * fold * C, 0, left * C, rows, folded_mean, folded_M2);
 
   const A inverse = A(1) / static_cast<A>(chunk.rows);
+  const A per_copy = A(1) / static_cast<A>(fold);
   for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
-    // Relative to the first copy's mean, so that a large mean stays exact.
-    const V origin = load<kTail>(folded_mean + v, n);
+    // Relative to a mean, so that a large one stays exact, and to that of all
+    // copies: one copy's may be far from it.
+    V origin{};
+    for (int64_t j = 0; j < fold; ++j) {
+      origin += load<kTail>(folded_mean + j * C + v, n) * per_copy;
+    }
     V sum{};
-    for (int64_t j = 1; j < fold; ++j) {
+    for (int64_t j = 0; j < fold; ++j) {
       const V m = load<kTail>(folded_mean + j * C + v, n);
       sum += (m - origin) * static_cast<A>(rows + (j < left));
     }
@@ -221,7 +238,7 @@ void moments(const void* X_, Chunk chunk, void* mean_, void* M2_) {
     store<kTail>(mean + v, n, origin + step);
     store<kTail>(M2 + v, n, sum2);
   });
-  repair_means(X, chunk.rows, C, mean);
+  repair_moments(X, chunk.rows, C, mean, M2);
 }
 
 // --- normalisation ---------------------------------------------------------

@@ -232,15 +232,18 @@ inline void store(Half* p, FloatVector v) {
       _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #else
-// Exponent and fraction move to float's places; the product with 2^112 then
-// corrects the exponent's bias, and makes subnormals normal.
+// Exponent and fraction move to float's places, and the exponent gets its bias.
+// A subnormal is so many units in the last place of [0.5, 1): no float is
+// subnormal here, which a processor may be told to take for 0.
 inline FloatVector load(const Half* p) {
   const auto bits = (Int32Vector)load_bits(&p->bits);
   const Int32Vector sign = (bits & 0x8000) << 16;
-  const Int32Vector magnitude = (bits & 0x7fff) << 13;
-  const auto scaled = (Int32Vector)((FloatVector)magnitude * 0x1p112f);
-  const Int32Vector special = magnitude | 0x7f800000;
-  return (FloatVector)(sign | (magnitude < 0x0f800000 ? scaled : special));
+  const Int32Vector half = bits & 0x7fff;
+  const Int32Vector normal = (half << 13) + (112 << 23);
+  const auto subnormal = (Int32Vector)((FloatVector)(half | 0x3f000000) - 0.5f);
+  const Int32Vector special = (half << 13) | 0x7f800000;
+  const Int32Vector finite = half < 0x400 ? subnormal : normal;
+  return (FloatVector)(sign | (half < 0x7c00 ? finite : special));
 }
 inline void store(Half* p, FloatVector v) {
   const auto bits = (Int32Vector)v;

@@ -94,14 +94,19 @@ std::optional<Plan> plan_channels_last(
   const int64_t sample_bytes = operands * problem.HxW * row_bytes;
   const int64_t cache_bytes =
       std::max(kCacheBytesPerThread * device.threads, kSharedCacheBytes);
-  const int64_t whole_runs =
-      problem.N / CPUWorkspace(problem, plan).samples_per_run;
-  plan.slots = whole_runs >= device.threads &&
+  const CPUWorkspace of_sample(problem, plan); // a batch has one so far
+  const int64_t run = of_sample.samples_per_run;
+  plan.slots = problem.N / run >= device.threads &&
           sample_bytes <= cache_bytes / device.threads
       ? device.threads
       : 0;
-  plan.samples_per_batch =
-      std::clamp<int64_t>(cache_bytes / 2 / sample_bytes, 1, problem.N);
+  // Of the samples that slots leave; of small ones, the workspace is the most.
+  const int64_t left =
+      plan.slots > 0 ? problem.N % (run * plan.slots) : problem.N;
+  plan.samples_per_batch = std::clamp<int64_t>(
+      cache_bytes / 2 / (sample_bytes + of_sample.shared.bytes),
+      1,
+      std::max<int64_t>(left, 1));
   plan.workspace_bytes = static_cast<size_t>(CPUWorkspace(problem, plan).bytes);
   return plan;
 }
