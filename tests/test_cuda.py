@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from reference import (
 )
 from shapes import EDGE_CASES, LARGE_CASES, Case
 from torch import Tensor, nn
+from torch.cuda import green_contexts
 
 import gn_override  # noqa: F401  (loads the extension and switches on)
 
@@ -245,6 +249,73 @@ def test_streams_side_by_side():
         torch.cuda.synchronize()
         for got, expected in zip(ours, want, strict=True):
             assert_equal(got, expected)
+
+
+# In a process of its own: what a green context leaves behind is for no other test. A replay that
+# waits for multiprocessors which it does not have would never end.
+ON_GREEN_CONTEXT = """
+import sys
+
+import torch
+import torch.nn.functional as F
+from reference import assert_parity, calls, composite, make_inputs
+from shapes import Case
+from torch.cuda.green_contexts import GreenContext
+
+import gn_override  # noqa: F401
+
+captured = sys.argv[1] == "graph"
+context = GreenContext.create(num_sms=16)
+
+
+def on_green_context(run):
+    torch.cuda.synchronize()
+    context.set_context()
+    try:
+        result = run()
+        if captured:
+            stream = context.Stream()
+            with torch.cuda.stream(stream):
+                run()
+                stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                result = run()
+            graph.replay()
+        torch.cuda.synchronize()
+        return result
+    finally:
+        context.pop_context()
+
+
+# Of the whole chip, of large clusters backward, of one block.
+for shape, groups in (((2, 320, 128, 128), 32), ((2, 320, 64, 64), 32), ((3, 9, 7, 7), 3)):
+    inputs = make_inputs(Case("green", shape, groups), "cuda", torch.bfloat16)
+    torch.ops.gn_override.reset_counters()
+    ours = on_green_context(lambda: composite(inputs))
+    assert_parity(ours, inputs, only=("Y", "dX", "dgamma", "dbeta"))
+    assert calls("native_group_norm", "cuda")[0] == (3 if captured else 1)
+
+    i = inputs
+    added = torch.randn(i.X.shape[:2], device="cuda", dtype=i.X.dtype)
+    arguments = (i.X, added, i.groups, i.gamma, i.beta, i.eps, "silu")
+    Y = on_green_context(lambda: torch.ops.gn_override.group_norm_act_inference(*arguments))
+    torch.testing.assert_close(
+        Y, torch.ops.gn_override.group_norm_act_inference(*arguments), rtol=2e-2, atol=2e-2
+    )
+"""
+
+
+@pytest.mark.skipif(not green_contexts.SUPPORTED, reason="this PyTorch has no green contexts")
+@pytest.mark.parametrize("how", ["stream", "graph"])
+def test_green_context(how):
+    """Its stream has a part of the multiprocessors: plans that count on more give way."""
+    subprocess.run(
+        [sys.executable, "-c", ON_GREEN_CONTEXT, how],
+        cwd=Path(__file__).parent,
+        check=True,
+        timeout=120,
+    )
 
 
 def test_capture_leaves_no_synchronisation():

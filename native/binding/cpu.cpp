@@ -9,6 +9,7 @@
 #include "native/binding/activation.h"
 #include "native/binding/devices.h"
 #include "native/binding/generated/kernels.h"
+#include "native/binding/plan_cache.h"
 #include "native/cpu/cpu.h"
 
 namespace gn_override::binding {
@@ -40,8 +41,8 @@ struct CPUBackend {
     explicit Guard(const at::Tensor&) {}
   };
 
-  static Device device(const at::Tensor&) {
-    return cpu_device();
+  static const Plan& plan(const Problem& problem, const at::Tensor&) {
+    return cached_plan(problem, cpu_device());
   }
 
   static at::Tensor empty(

@@ -16,6 +16,7 @@
 #include "native/binding/activation.h"
 #include "native/binding/devices.h"
 #include "native/binding/generated/kernels.h"
+#include "native/binding/plan_cache.h"
 #include "native/launch/launch.h"
 
 namespace gn_override::binding {
@@ -65,8 +66,16 @@ struct CUDABackend {
     c10::cuda::CUDAGuard guard;
   };
 
-  static const Device& device(const at::Tensor& X) {
-    return cuda_device(X.device().index());
+  // A part of the device is left to two passes, which run anywhere.
+  static const Plan& plan(const Problem& problem, const at::Tensor& X) {
+    const Device& device = cuda_device(X.device().index());
+    const Plan& plan = cached_plan(problem, device);
+    if (has_room(plan, c10::cuda::getCurrentCUDAStream(X.device().index()))) {
+      return plan;
+    }
+    Device part = device;
+    part.pins = {.scheme = Scheme::kTwoPass};
+    return cached_plan(problem, part);
   }
 
   static at::Tensor empty(
@@ -101,7 +110,7 @@ struct CUDABackend {
         added.device() == X.device() &&
         (!added.is_contiguous() ||
          reinterpret_cast<uintptr_t>(added.const_data_ptr()) % 16 == 0) &&
-        cached_plan(problem, device(X)).scheme != Scheme::kTwoPass;
+        plan(problem, X).scheme != Scheme::kTwoPass;
   }
 
   static void run(

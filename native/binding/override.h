@@ -3,7 +3,7 @@
 //   struct Backend {
 //     static constexpr bool kCuda;
 //     struct Guard { explicit Guard(const at::Tensor& X); };  // current device
-//     static const Device& device(const at::Tensor& X);
+//     static const Plan& plan(const Problem&, const at::Tensor& X);
 //     static at::Tensor empty(sizes, strides, dtype, const at::Tensor& X);
 //     // eps as stock rounds it
 //     static double eps(double eps, at::ScalarType type);
@@ -22,7 +22,6 @@
 #include <utility>
 
 #include "native/binding/classify.h"
-#include "native/binding/plan_cache.h"
 #include "native/binding/state.h"
 #include "native/plan/arguments.h"
 #include "native/plan/plan.h"
@@ -76,7 +75,7 @@ std::optional<Result> run_forward(
     return std::nullopt;
   }
   const typename Backend::Guard guard(X);
-  const Plan& plan = cached_plan(problem, Backend::device(X));
+  const Plan& plan = Backend::plan(problem, X);
   if (plan.scheme == Scheme::kAten) {
     count_declined(op, Backend::kCuda, "policy");
     return std::nullopt;
@@ -144,7 +143,7 @@ std::optional<Result> run_backward(
     return std::nullopt;
   }
   const typename Backend::Guard guard(X);
-  const Plan& plan = cached_plan(problem, Backend::device(X));
+  const Plan& plan = Backend::plan(problem, X);
   if (plan.scheme == Scheme::kAten) {
     count_declined(op, Backend::kCuda, "policy");
     return std::nullopt;

@@ -82,7 +82,37 @@ cudaError_t count_clusters(int shared_bytes, ClusterCounts& clusters) {
   return error;
 }
 
+// cuStreamGetGreenCtx(), which returns a CUresult and sets a CUgreenCtx, or
+// null: older drivers have no green contexts.
+using GetGreenContext = int (*)(cudaStream_t stream, void** context);
+
+GetGreenContext find_get_green_context() {
+  constexpr int kFirstVersion = 12040;
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(
+      "cuStreamGetGreenCtx",
+      &function,
+      kFirstVersion,
+      cudaEnableDefault,
+      &result);
+  return error == cudaSuccess && result == cudaDriverEntryPointSuccess
+      ? reinterpret_cast<GetGreenContext>(function)
+      : nullptr;
+}
+
 } // namespace
+
+bool has_room(const Plan& plan, cudaStream_t stream) {
+  constexpr int kMostOfAnyCluster = 8;
+  if (plan.scheme != Scheme::kCooperative &&
+      plan.cluster <= kMostOfAnyCluster) {
+    return true;
+  }
+  static const GetGreenContext get = find_get_green_context();
+  void* context = nullptr;
+  return get == nullptr || get(stream, &context) != 0 || context == nullptr;
+}
 
 cudaError_t describe_device(Device& device) {
   int index = 0;

@@ -471,6 +471,15 @@ cudaError_t cudaOccupancyMaxActiveClusters(
   return cudaSuccess;
 }
 
+cudaError_t cudaGetDriverEntryPointByVersion(
+    const char*,
+    void**,
+    unsigned,
+    unsigned long long,
+    cudaDriverEntryPointQueryResult*) {
+  return cudaErrorNotSupported; // there is no driver
+}
+
 cudaError_t cudaGetLastError() {
   return cudaSuccess;
 }

@@ -128,14 +128,17 @@ std::optional<Problem> problem_of(
   return problem;
 }
 
-// Null if no kernel takes the problem on the current device.
+// Null if no kernel takes the problem on the current device and stream.
 const Plan* plan_of(const Problem& problem) {
   const Device& device = current_device();
   if (device.compute_capability < kLeastComputeCapability) {
     return nullptr;
   }
   const Plan& plan = cached_plan(problem, device);
-  return plan.scheme == Scheme::kNone ? nullptr : &plan;
+  return plan.scheme == Scheme::kNone ||
+          !has_room(plan, c10::cuda::getCurrentCUDAStream())
+      ? nullptr
+      : &plan;
 }
 
 Tensor empty_workspace(const Plan& plan, const Tensor& X) {

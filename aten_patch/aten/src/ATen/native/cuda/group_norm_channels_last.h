@@ -18,7 +18,9 @@ namespace native {
 //   * another operand of X's size is not laid out as X, or any operand has
 //     another dtype than X;
 //   * the arguments do not fit together: those kernels raise the errors;
-//   * the device is older than compute capability 8.0.
+//   * the device is older than compute capability 8.0;
+//   * the current stream is that of a green context, with too few of the
+//     device's multiprocessors.
 // Layouts: X, Y, dY, dX are [N, HxW, C] in memory; mean, rstd [N, group];
 // gamma, beta, dgamma, dbeta [C]. Sums are kept in float, or in double for
 // double tensors. Offsets are 64-bit.
