@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -60,6 +61,25 @@ def test_every_provider_runs_in_its_layout(monkeypatch):
         assert set(row[what]) == set(_bench.LAYOUTS) and min(row[what].values()) > 0
 
 
+def test_rounds_of_ours_are_with_the_override_on():
+    """At least four rounds count, and one before them; every step has a turn in each."""
+    seen = {"a": [], "a gn_override": []}
+    steps = {
+        name: lambda name=name: (seen[name].append(gn_override.is_enabled()), time.sleep(0.006))
+        for name in seen
+    }
+    times = _bench.time_rounds(steps, 0)
+    assert set(seen["a"]) == {False} and set(seen["a gn_override"]) == {True}
+    for name in seen:
+        assert (len(seen[name]), len(times[name])) == (5 * 3, 4 * 2)
+
+
+def test_difference_is_by_the_precision_of_the_dtype():
+    ones = torch.ones(4, 4, dtype=torch.bfloat16)
+    assert _bench.difference("fwd", [ones * 1.03125], [ones]) == ""
+    assert _bench.difference("fwd", [ones * 1.25], [ones]).startswith("Y: relative l2 error")
+
+
 def test_table():
     lines = _bench.table([ROW]).splitlines()
     assert lines[1].split() == "2x320x64x64 bfloat16 8.0 10.0 50.0 40.0 4.00x".split()
@@ -97,8 +117,16 @@ def test_command_draws(one_row, tmp_path):
     assert ">2x8x3x5 float32<" in picture.read_text()
 
 
-@pytest.mark.parametrize("fault", ["value", "elsewhere"])
-def test_a_wrong_row_is_said_and_fails(fault, one_row, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("value", "forward: Y: relative l2 error"),
+        ("gradient", "forward + backward: dX: relative l2 error"),
+        ("elsewhere", "forward: not every call ran"),
+    ],
+    ids=["value", "gradient", "elsewhere"],
+)
+def test_a_wrong_row_is_said_and_fails(fault, said, one_row, monkeypatch, capsys):
     stock = F.group_norm
 
     def wrong(*arguments):
@@ -106,14 +134,15 @@ def test_a_wrong_row_is_said_and_fails(fault, one_row, monkeypatch, capsys):
             return stock(*arguments)
         if fault == "value":
             return stock(*arguments) * 1.01
+        if fault == "gradient":
+            X, *others = arguments
+            return stock(X.detach() + (X - X.detach()) * 1.01, *others)
         with gn_override.disabled():
             return stock(*arguments)
 
     monkeypatch.setattr(F, "group_norm", wrong)
     assert main(["bench", "--device", "cpu", "--seconds", "0.01"]) == 1
-    said = capsys.readouterr().err
-    assert "WRONG: 2x8x3x5 float32: forward: " in said
-    assert ("Y: relative l2 error" if fault == "value" else "not every call ran") in said
+    assert f"WRONG: 2x8x3x5 float32: {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

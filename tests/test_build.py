@@ -295,6 +295,55 @@ def test_torch_headers_are_out_of_the_kernels_reach(setup: ModuleType, tmp_path:
         assert not [f for f in flags[compiler] if "fast" in f or "-march" in f]
 
 
+def test_flags_of_both_backends(setup: ModuleType, tmp_path: Path) -> None:
+    """Fast, on all threads, with no symbol that another library could see or must have."""
+    home = make_toolkit(tmp_path / "cuda")
+    config = setup.configure(fake_torch("13.0"), {"PATH": str(home / "bin")})
+    built = setup.extension(torch, [], config, {})
+    assert {"-O3", "-DNDEBUG", "-fopenmp", "-fvisibility=hidden"} <= {
+        *built.extra_compile_args["cxx"]
+    }
+    assert {"-O3", "-DNDEBUG", *setup.gencode(config.archs)} <= {*built.extra_compile_args["nvcc"]}
+    assert "-Xcompiler=-fvisibility=hidden" in " ".join(built.extra_compile_args["nvcc"])
+    assert {"-fopenmp", "-Wl,--no-undefined"} <= {*built.extra_link_args}
+    assert built.libraries == ["c10", "torch_cpu", "c10_cuda", "torch_cuda", "cudart"]
+    assert str(home / "lib") in built.library_dirs
+    cpu = setup.extension(torch, [], setup.configure(fake_torch(None), {}), {})
+    assert cpu.libraries == ["c10", "torch_cpu"]
+
+
+def test_record_of_both_backends(setup: ModuleType, tmp_path: Path) -> None:
+    """A build without CUDA is one for any torch's CUDA."""
+    home, stock = make_toolkit(tmp_path / "cuda"), fake_torch("13.0")
+    for environ, expected in (
+        ({"PATH": str(home / "bin")}, ("13.0", ["8.0", "9.0+PTX", "10.0"], ["cpu", "cuda"])),
+        ({"GN_OVERRIDE_CUDA": "0"}, (None, [], ["cpu"])),
+    ):
+        info = setup.build_info(stock, setup.configure(stock, environ), {})
+        assert (info["torch_cuda"], info["cuda_archs"], info["backends"]) == expected
+
+
+# ---------------------------------------------------------------- what the build needs
+
+
+def test_old_setuptools_is_an_error(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup.setuptools, "__version__", "76.1.0")
+    with pytest.raises(setup.BuildError, match=r"76\.1\.0 is too old: run `pip install 'setup"):
+        setup.build_arguments()
+
+
+def test_ninja_is_put_on_path(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR="/ninja/bin"))
+    setup.require_ninja()
+    assert os.environ["PATH"] == f"/ninja/bin{os.pathsep}{tmp_path}"
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(setup.BuildError, match="needs ninja: run `pip install ninja"):
+        setup.require_ninja()
+
+
 # ---------------------------------------------------------------- whole builds
 
 HIDE_TORCH = 'raise ModuleNotFoundError("No module named torch", name="torch")\n'

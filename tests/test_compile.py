@@ -6,6 +6,7 @@ what is compiled here rests on.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import os
@@ -391,6 +392,37 @@ def test_cache_tag_keeps_the_users() -> None:
         gn_override.enable()
 
 
+def test_cache_tag_keeps_the_environments() -> None:
+    """As it does what a program sets itself."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import torch, gn_override\n"
+            "print(torch.compiler.config.cache_key_tag)\n"
+            "gn_override.disable()\n"
+            "print(torch.compiler.config.cache_key_tag)\n",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": "mine"},
+        cwd=Path(__file__).parent,
+    )
+    on, off = done.stdout.split()
+    assert on == "mine" + torch.compiler.config.cache_key_tag and off == "mine"
+
+
+def test_nothing_to_change_changes_nothing() -> None:
+    """What is compiled stays so when a setting is made that holds already."""
+    backend = CompileCounterWithBackend("eager")
+    function, tensors = compiled(norm, backend=backend), operands((2, 6, 7, 5), "cpu")
+    for _ in range(2):
+        function(*tensors)
+        gn_override.enable()
+        gn_override.set_inductor(True)
+    assert backend.frame_count == 1
+
+
 def in_a_thread(function: Callable[[], Any]) -> Any:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
@@ -511,6 +543,7 @@ def changed_in_place(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         (lambda *t: torch.tanh(norm(*t)), []),
         (lambda X, *t: F.silu(norm(X.contiguous(), *t)), []),
         (lambda *t: torch.add(norm(*t), 1).relu(), []),
+        (lambda X, *t: F.silu(F.group_norm(X, GROUPS, *t, eps=1)), []),
     ],
 )
 def test_pass(function: Callable[..., Tensor], fused: list[str]) -> None:
@@ -636,6 +669,21 @@ def test_pass_without_uuid() -> None:
     assert before.uuid() is not None
     assert type(before)(lambda graph: None, before.active).uuid() is None
     assert type(before)([Recorded()], before.active).uuid() is not None
+
+
+def test_uuid_is_of_the_settings() -> None:
+    """A pass that a thread holds still is told from what it was before a change."""
+    held = inductor_config.pre_grad_custom_pass
+    assert copy.deepcopy(held) is held
+    found = {held.uuid()}
+    with gn_override.disabled():
+        found.add(held.uuid())
+    try:
+        gn_override.set_autocast("preserve")
+        found.add(held.uuid())
+    finally:
+        gn_override.set_autocast("float32")
+    assert len(found) == 3 and held.uuid() in found
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "nchw"])

@@ -41,7 +41,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 import gn_override
-from gn_override import _library
+from gn_override import _library, _meta
 
 sys.path.append(str(Path(__file__).parent.parent))  # after what is installed
 conditions = importlib.import_module("codegen.conditions")
@@ -930,3 +930,58 @@ def test_fake_errors_are_stock(groups: int) -> None:
                 aten.native_group_norm(X, None, None, 2, 6, 15, groups, 1e-5)
             raised.append((type(caught.value), str(caught.value)))
     assert raised[0] == raised[1]
+
+
+def with_kernels(**changed: Any) -> dict[str, Any]:
+    """Arguments of a forward that our kernels take, but for what is changed."""
+    X = lay_out(torch.ones(2, 6, 3, 5, dtype=changed.pop("dtype", torch.float)), "channels_last")
+    arguments = {"input": X, "weight": None, "bias": None}
+    return arguments | {"N": 2, "C": 6, "HxW": 15, "group": GROUPS, "eps": 1e-5} | changed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({}, id="accepted"),
+        pytest.param({"weight": torch.ones(6).double()}, id="double weight"),
+        pytest.param({"weight": torch.ones(6), "bias": torch.ones(6).double()}, id="double bias"),
+        pytest.param({"weight": torch.ones(7)}, id="long weight"),
+        pytest.param({"weight": torch.ones(1, 6)}, id="weight of rank 2"),
+        pytest.param({"dtype": torch.bfloat16, "weight": torch.ones(6).half()}, id="two halves"),
+        pytest.param({"dtype": torch.int32}, id="integers"),
+        pytest.param({"N": 1, "HxW": 30}, id="N"),
+        pytest.param({"C": 3, "HxW": 30}, id="C"),
+        pytest.param({"HxW": 14}, id="HxW"),
+        pytest.param({"group": 4}, id="groups"),
+    ],
+)
+def test_what_is_told_to_be_taken_is_taken(changed: dict[str, Any]) -> None:
+    """The rules of fake tensors are the binding's, for calls that stock's kernels can stand too."""
+    arguments = with_kernels(**changed).values()
+    assert _meta.takes_forward(*arguments) is (not changed)
+    with contextlib.suppress(RuntimeError):
+        aten.native_group_norm(*arguments)
+    assert calls(FORWARD, "cpu")[0] == (not changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({}, id="accepted"),
+        pytest.param({"grad_out": torch.ones(2, 6, 5, 3)}, id="transposed gradient"),
+        pytest.param({"grad_out": torch.ones(2, 6, 3, 5).double()}, id="double gradient"),
+        pytest.param({"rstd": torch.ones(2, GROUPS).double()}, id="double rstd"),
+        pytest.param({"mean": torch.ones(2, GROUPS + 1)}, id="long mean"),
+        pytest.param({"weight": torch.ones(7)}, id="long weight"),
+    ],
+)
+def test_what_is_told_to_be_taken_backward_is_taken(changed: dict[str, Any]) -> None:
+    """As above."""
+    input, _, _, *sizes, _ = with_kernels().values()
+    mean, rstd = torch.ones(2, 2, GROUPS)
+    tensors = {"grad_out": input, "input": input, "mean": mean, "rstd": rstd, "weight": None}
+    arguments = (*(tensors | changed).values(), *sizes, [True, True, True])
+    assert _meta.takes_backward(*arguments) is (not changed)
+    with contextlib.suppress(RuntimeError):
+        aten.native_group_norm_backward(*arguments)
+    assert calls(BACKWARD, "cpu")[0] == (not changed)

@@ -221,7 +221,7 @@ def test_new_calls_do_what_the_old_ones_did():
             result = result(x) if isinstance(result, nn.Module) else result
             assert result.shape == x.shape
             ran += 1
-    assert ran == 3
+    assert ran == 4
     expected = F.silu(F.group_norm(x, 32, w, b))
     torch.testing.assert_close(
         gn_override.functional.group_norm(x, 32, w, b, 1e-5, "silu"), expected
@@ -372,6 +372,22 @@ def test_readme_renders_every_row(tmp_path, monkeypatch):
     assert "Not measured yet" in render_readme.render(missing, tmp_path)
     with pytest.raises(ValueError, match="nonsense-z"):
         render_readme.render(text.replace("models-x", "nonsense-z"), tmp_path)
+
+
+def test_render_readme_rewrites_and_checks(tmp_path, monkeypatch, capsys):
+    """--check says which file is stale and leaves it; without it the file is made right."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import render_readme
+
+    page = tmp_path / "page.md"
+    page.write_text(stale := "<!-- results: kernels-none -->\nold\n<!-- end results -->\n")
+    monkeypatch.setattr(render_readme, "FILES", (page,))
+    monkeypatch.setattr(render_readme, "ROOT", tmp_path)
+    assert render_readme.main(["--check"]) == 1
+    assert page.read_text() == stale and capsys.readouterr().err.startswith("page.md: run ")
+    assert render_readme.main([]) == 0
+    assert page.read_text() == render_readme.render(stale) != stale
+    assert render_readme.main(["--check"]) == 0
 
 
 # The first screen.

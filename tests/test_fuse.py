@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -16,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from reference import FUSED, calls, floor, is_channels_last, lay_out, override_off
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gn_override
-from gn_override import FusedPair, SkippedNorm, _calls, _forward
+from gn_override import FusedPair, Fusion, SkippedNorm, _activations, _calls, _forward
 
 FORWARD, BACKWARD = FUSED
 
@@ -385,12 +387,46 @@ class Tagged(torch.Tensor):
     """A class of tensors that PyTorch's operators keep."""
 
 
-def test_subclasses_of_tensors_get_stocks() -> None:
-    module, X = gn_override.nn.GroupNorm(4, 8, activation="silu"), image()
+@pytest.mark.parametrize("which", ["input", "weight", "bias"])
+def test_subclasses_of_tensors_get_stocks(which: str) -> None:
+    tensors = {"input": image(), "weight": torch.randn(8), "bias": torch.randn(8)}
+    norm = functools.partial(gn_override.functional.group_norm, num_groups=4, activation="silu")
+    expected = norm(**tensors)
     torch.ops.gn_override.reset_counters()
-    Y = module(X.as_subclass(Tagged))
+    Y = norm(**tensors | {which: tensors[which].as_subclass(Tagged)})
     assert type(Y) is Tagged and calls(FORWARD, "cpu") == (0, 0)
-    torch.testing.assert_close(Y.as_subclass(torch.Tensor), module(X))
+    torch.testing.assert_close(Y.as_subclass(torch.Tensor), expected)
+
+
+def test_fake_tensors() -> None:
+    """They take the way of real ones, to the same strides."""
+    expected = F.group_norm(image(), 4)
+    with FakeTensorMode():
+        X, norm = image(), nn.GroupNorm(4, 8)
+        fake = _calls.group_norm_act(X, None, 4, norm.weight, norm.bias, norm.eps, "relu")
+        model = nn.Sequential(norm, nn.ReLU())
+        gn_override.fuse(model)
+        for Y in (fake, model(X)):
+            assert Y is not None and Y.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    "function, args, kwargs, name",
+    [
+        (F.relu, (True,), {}, "relu"),
+        (F.relu, ("x",), {}, None),
+        (F.relu, (True, True), {}, None),
+        (F.silu, (), {"inplace": True}, "silu"),
+        (F.silu, (), {"foo": True}, None),
+        (F.gelu, (), {"approximate": "tanh"}, "gelu_tanh"),
+        (F.gelu, ("tanh",), {}, None),
+    ],
+)
+def test_arguments_of_activations(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None
+) -> None:
+    """A call that PyTorch refuses is no activation."""
+    assert _activations.of_call(function, *args, **kwargs) == name
 
 
 @pytest.mark.parametrize("where", ["weights", "input"])
@@ -749,6 +785,13 @@ def test_norm_with_an_activation_of_its_own() -> None:
     fusion = check_fused(nn.Sequential(NormAct()), image(), pairs=1, calls_made=1)
     assert fusion.fused == (FusedPair("0", "0.act", "relu"),)
     check_left(nn.Sequential(NormAct(fast=True)), image())
+
+
+def test_our_norm_with_an_activation_has_it_already() -> None:
+    """It is neither fused with another one nor reported as left."""
+    for after in ((), (nn.ReLU(),)):
+        norm = gn_override.nn.GroupNorm(4, 8, activation="silu")
+        assert gn_override.fuse(nn.Sequential(norm, *after)) == Fusion((), ())
 
 
 def test_inherited_forward() -> None:
@@ -1280,6 +1323,44 @@ def test_train_and_eval() -> None:
     X = image()
     assert torch.equal(model.eval()(X), F.relu(F.group_norm(X, 4)))
     assert (model.train()(X) == 0).float().mean() > 0.6
+
+
+class Modes(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.act(self.norm(x))
+        else:
+            return self.act(self.norm(x + 1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_both_modes_are_fused(training: bool) -> None:
+    """Whichever the model is in while it is fused."""
+    model, X = Modes().train(training), image()
+    expected = [model.train(mode)(X) for mode in (True, False)]
+    gn_override.fuse(model.train(training))
+    for mode, result in zip((True, False), expected, strict=True):
+        torch.testing.assert_close(model.train(mode)(X), result)
+        assert takes(model) == 1
+
+
+COMPUTED: list[str] = []
+
+
+def computed(name: str) -> int:
+    COMPUTED.append(name)
+    return len(COMPUTED)
+
+
+class Defaults(Calls):
+    def forward(self, x: Tensor, a: int = computed("a"), *, b: int = computed("b")) -> Tensor:
+        return self.act(self.norm(x)) + a + b
+
+
+def test_defaults_are_not_computed_again() -> None:
+    """They are the values that the forward was defined with."""
+    check_fused(Defaults(), image(), pairs=1, calls_made=1)
+    assert COMPUTED == ["a", "b"]
 
 
 def test_compiled() -> None:

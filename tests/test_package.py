@@ -382,6 +382,31 @@ def test_explain_knows_the_traffic_of_every_rule(device_type, backward):
         assert explanation.moved_bytes >= explanation.minimum_bytes
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="rules are those of an H200")
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "shape", "groups", "again"),
+    [
+        ("registers", (2, 2560, 8, 8), 32, 0),
+        ("resident", (2, 320, 64, 64), 32, 0),
+        ("cooperative", (2, 320, 128, 128), 32, 1),
+        ("two_pass", (1, 33, 1023, 1021), 1, 1),
+    ],
+)
+def test_explain_counts_what_a_rule_reads_again(rule, shape, groups, again, backward):
+    """X, and backward dY too: never, at most once, or once."""
+    explanation = _explain.explain_shape(
+        shape, groups, device="cuda", dtype=torch.bfloat16, backward=backward
+    )
+    assert explanation.rule == rule
+    read = (2 if backward else 1) * explanation.tensor_bytes
+    assert explanation.moved_bytes == explanation.minimum_bytes + again * read
+    assert explanation.moved_at_most is (rule == "cooperative")
+    said = re.search(r"workspace_bytes=(\d+)", explanation.plan)
+    assert explanation.workspace_bytes == (int(said[1]) if said else 0)
+    assert bool(said) is bool(again)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_explain_shape_for_cuda(backward):
     explanation = _explain.explain_shape(
@@ -442,9 +467,13 @@ def test_explain_shape_knows_the_layouts_that_are_served(dimensions, last):
         assert "3 to 5 dimensions" in str(found)
 
 
-def test_explain_shape_of_one_pixel_counts_as_nchw():
-    explanation = _explain.explain_shape((2, 64, 1, 1), 32)
-    assert not explanation.served
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((2, 64, 1, 1), 32), ((2, 1, 4, 4), 1), ((2, 64, 1, 1, 1, 1), 32), ((2, 1, 3, 3, 3, 3), 1)],
+)
+def test_explain_shape_of_one_pixel_or_channel_counts_as_nchw(shape, groups):
+    explanation = _explain.explain_shape(shape, groups)
+    assert not explanation.served and explanation.problem.endswith(" NCHW")
     assert explanation.declined and explanation.declined[0].failed
     assert f"not {explanation.declined[0].rule}: needs " in str(explanation)
 
@@ -591,6 +620,9 @@ def test_command_line_explain(capsys):
     assert main([*arguments, "--backward", "--param-dtype", "fp32"]) == 0
     assert "backward" in (out := capsys.readouterr().out) and "float32 parameters" in out
 
+    assert main([*arguments, "--activation", "silu"]) == 0
+    assert "bfloat16 silu channels-last" in capsys.readouterr().out
+
     assert main(["explain", "2,64,8,8", "--groups", "8", "--layout", "contiguous"]) == 0
     assert "PyTorch's own (aten)" in capsys.readouterr().out
 
@@ -692,9 +724,20 @@ def test_demo_fails_if_results_are_wrong(fault, quickest, monkeypatch, capsys):
     assert "FAILED" in captured.out and "PARITY FAILED" in captured.err
 
 
+ROW = _demo.Row("net", 2.0, 1.0, 3, 1e-7, 1e-7, 3e-7, 1e-6, 1e-6, 3)
+
+
+def test_demo_parity_is_of_the_layers_and_of_the_network():
+    """Each within its own bound, and not with a NaN."""
+    assert ROW.parity
+    for error in (1.01 * ROW.bound, float("nan")):
+        assert not dataclasses.replace(ROW, error_on=error).parity
+    for error in (1.01 * ROW.layer_bound, float("nan")):
+        assert not dataclasses.replace(ROW, layer_error_on=error).parity
+
+
 def test_demo_prints_json(quickest, monkeypatch, capsys):
-    row = _demo.Row("net", 2.0, 1.0, 3, 1e-7, 1e-7, 3e-7, 1e-6, 1e-6, 3)
-    monkeypatch.setattr(_demo, "_run", lambda *arguments: row)
+    monkeypatch.setattr(_demo, "_run", lambda *arguments: ROW)
     assert main(["demo", "--device", "cpu", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["parity"] is True and found["time_on"] == 1.0 and found["calls"] == 3

@@ -175,6 +175,15 @@ def test_text_of_the_pull_request_is_beside_the_branch(main_checkout):
     assert ".git" in page.parts and page.name == "someone-norm.md"
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_another_text_of_the_pull_request_is_written_again(main_checkout, lost):
+    page = Path(stage_upstream.stage(main_checkout)[-1].rpartition(": ")[2])
+    page.unlink() if lost else page.write_text("another")
+    assert "is not what would be staged" in refused(main_checkout, check=True)
+    assert "is ready" in stage_upstream.stage(main_checkout)[-1]
+    assert page.read_text() == stage_upstream.pull_request("main")
+
+
 def test_dry_run_changes_nothing(checkout):
     before = state(checkout)
     lines = stage_upstream.stage(checkout, dry_run=True)
@@ -219,6 +228,14 @@ def test_file_endings_are_kept(main_checkout):
     command = ["git", "-C", str(main_checkout), "show", f"{stage_upstream.BRANCH}:{KERNEL}"]
     staged = subprocess.run(command, capture_output=True, check=True).stdout
     assert staged.endswith(b"// \xe2\x80\x94\r\n")
+
+
+def test_modes_are_kept(main_checkout):
+    (main_checkout / KERNEL).chmod(0o755)
+    commit(main_checkout)
+    stage_upstream.stage(main_checkout)
+    entry = git(main_checkout, "ls-tree", stage_upstream.BRANCH, "--", KERNEL)
+    assert entry.startswith("100755 ")
 
 
 def test_not_a_checkout(tmp_path):
@@ -685,6 +702,7 @@ def test_text_of_the_pull_request(base):
         assert line.endswith(f" {ratio:.2f}x |")
     assert "{{" not in text and "<!--" not in text
     assert "holds forward 2x320x64x64," in text  # the first row of measured_cuda.h among these
+    assert float(stage_upstream.measured_plans(rows)[1]) > 1
     assert ("#111824" in text) == (base == "2.14")
 
 
