@@ -403,6 +403,7 @@ def extension(
                 "-g0",
                 "-fopenmp",
                 "-fvisibility=hidden",
+                f"-ffile-prefix-map={ROOT}/=",  # where it is built is nobody's concern
                 "-Wall",
                 "-Wextra",
             ],

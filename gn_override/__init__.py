@@ -129,8 +129,9 @@ def _switched(on: bool) -> Iterator[None]:
 def enabled() -> Iterator[None]:
     """Context manager (or decorator): on inside, what it was before afterwards.
 
-    The switch is the process's: other threads see it too while the block runs, and of two blocks
-    that overlap in different threads the one that ends last restores what the other had set.
+    The switch is the process's: other threads see it too while the block runs. Each block restores
+    what it found, so of two that overlap in different threads, one that began later and ends later
+    leaves what the other had set.
     """
     with _switched(True):
         yield
@@ -140,8 +141,9 @@ def enabled() -> Iterator[None]:
 def disabled() -> Iterator[None]:
     """Context manager (or decorator): off inside, what it was before afterwards.
 
-    The switch is the process's: other threads see it too while the block runs, and of two blocks
-    that overlap in different threads the one that ends last restores what the other had set.
+    The switch is the process's: other threads see it too while the block runs. Each block restores
+    what it found, so of two that overlap in different threads, one that began later and ends later
+    leaves what the other had set.
     """
     with _switched(False):
         yield

@@ -138,8 +138,8 @@ def explain(
 
     Raises:
         TypeError: arguments that fit neither form.
-        ValueError: a device that is neither CPU nor CUDA; an unknown activation, or another than
-            the module's own.
+        ValueError: a device that is neither CPU nor CUDA; an input of fewer than two dimensions; an
+            unknown activation, or another than the module's own.
     """
     _activations.check(activation)
     if isinstance(input_or_module, nn.GroupNorm):

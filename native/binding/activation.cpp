@@ -438,8 +438,8 @@ OptionalTensor group_norm_act_or_none(
     const OptionalTensor& beta,
     double eps,
     std::string_view activation) {
-  if (!is_on() || !(X.is_cpu() || X.is_cuda()) || X.is_contiguous() ||
-      X.dim() < 2 || group <= 0) {
+  if (!is_on() || !(X.is_cpu() || X.is_cuda()) || X.layout() != at::kStrided ||
+      X.is_contiguous() || X.dim() < 2 || group <= 0) {
     return std::nullopt;
   }
   const bool keeps_nothing = !wants_gradient(X, added, gamma, beta) &&

@@ -118,7 +118,7 @@ Classified classify_common(
   };
   if (!dtype || !param_dtype || !fits(param_type) || !fits(output_type) ||
       (wide && param_type != output_type)) {
-    result.declined = "dtypes";
+    result.declined = "dtypes without kernels";
     return result;
   }
   Problem& problem = result.problem;

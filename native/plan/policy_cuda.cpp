@@ -773,7 +773,7 @@ const std::array kRules{
         plan_fastest<Scheme::kCooperative>,
         "slices too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "
-        "H200: 1.6 times a copy forward, two passes 1.8)"},
+        "H200: 1.5 times a copy forward, two passes 1.7)"},
     Rule{
         "two_pass",
         kTwoPassConditions,
