@@ -678,6 +678,15 @@ def test_wrong_arguments_are_refused_as_by_stock(device, wrong, layout):
         assert str(ours.value) == str(theirs.value)
 
 
+def test_sparse_inputs_are_refused_as_by_stock(device):
+    X = torch.ones(2, 4, 3, 3, device=device).to_sparse()
+    with override_off(), pytest.raises(Exception) as theirs:
+        torch.group_norm(X, 2)
+    with pytest.raises(type(theirs.value)) as ours:
+        gn_override.functional.group_norm(X, 2, activation="silu")
+    assert str(ours.value) == str(theirs.value)
+
+
 def test_switch_does_not_concern_them(device):
     inputs = make_inputs(FEW[0], device, torch.float32)
     on = run(inputs, "gelu")

@@ -257,7 +257,6 @@ ON_GREEN_CONTEXT = """
 import sys
 
 import torch
-import torch.nn.functional as F
 from reference import assert_parity, calls, composite, make_inputs
 from shapes import Case
 from torch.cuda.green_contexts import GreenContext

@@ -96,7 +96,11 @@ GetGreenContext find_get_green_context() {
       kFirstVersion,
       cudaEnableDefault,
       &result);
-  return error == cudaSuccess && result == cudaDriverEntryPointSuccess
+  if (error != cudaSuccess) {
+    cudaGetLastError(); // is not for whoever asks next
+    return nullptr;
+  }
+  return result == cudaDriverEntryPointSuccess
       ? reinterpret_cast<GetGreenContext>(function)
       : nullptr;
 }
