@@ -120,7 +120,8 @@ class Forward:
         if not isinstance(function, FunctionType):
             raise Unreadable("is no Python function")
         try:
-            lines, first = inspect.getsourcelines(function)
+            # Of the code that runs: a function may say that it wraps another.
+            lines, first = inspect.getsourcelines(function.__code__)
             # A method is indented; to dedent it would change its docstring.
             head = "if True:\n" if lines[0][0].isspace() else "\n"
             tree = ast.parse(head + "".join(lines))
@@ -132,11 +133,13 @@ class Forward:
             raise Unreadable("is decorated, or no plain function")
         if set(function.__code__.co_freevars) - {"__class__"}:
             raise Unreadable("is a closure")
+        if _SEES_VARIABLES & set(function.__code__.co_names):
+            raise Unreadable("asks for its variables by name")
         if any(isinstance(node, ast.ClassDef) for node in ast.walk(definition)):
             raise Unreadable("defines a class")  # whose names, and rules for names, are others
         _drop_defaults(definition)
         self._function = function
-        if _symbols(self._make(definition, run=None)) != _symbols(function):
+        if _symbols(self._make(definition, run=None).__code__) != _symbols(function.__code__):
             raise Unreadable("is not what its source says")
         _Joiner(_Steps(function)).definition(definition)
         self._definition = definition
@@ -184,6 +187,9 @@ _ACTIVATION = "__gn_override_activation"
 _ADDITION = "__gn_override_addition"
 _GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))[1:]
 
+# With these a function may use a variable that its source does not read.
+_SEES_VARIABLES = {"eval", "exec", "locals", "vars"}
+
 # A statement that a run can end in.
 _Ending = ast.Assign | ast.Return
 
@@ -199,10 +205,13 @@ class _Assigned(ast.NamedExpr):
     """
 
 
-def _symbols(function: FunctionType) -> tuple[Any, ...]:
-    """What a function's code names and holds; its instructions depend on the module around it."""
-    code = function.__code__
-    constants = [(type(value), value) for value in code.co_consts if type(value) is not CodeType]
+def _symbols(code: CodeType) -> tuple[Any, ...]:
+    """What code names and holds, and the code in it; its instructions depend on the module around
+    it."""
+    constants = [
+        (type(value), _symbols(value) if isinstance(value, CodeType) else value)
+        for value in code.co_consts
+    ]
     return code.co_names, code.co_varnames, constants
 
 

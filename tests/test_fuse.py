@@ -905,6 +905,34 @@ def closure() -> nn.Module:
     return Closure()
 
 
+class PrivateInside(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.__scales = (1.0, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.norm(x))
+        return torch.stack([h * self.__scales[i] for i in range(2)])
+
+
+class LooksAtItsVariables(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        h: Tensor = self.act(n)
+        return h + locals()["n"]
+
+
+def wrapped() -> nn.Module:
+    """A patch that says it is what it replaces."""
+
+    class Wrapped(Calls):
+        @functools.wraps(Calls.forward)
+        def forward(self, x: Tensor) -> Tensor:
+            return -self.act(self.norm(x))
+
+    return Wrapped()
+
+
 def without_source() -> nn.Module:
     names: dict[str, Any] = {"Calls": Calls}
     exec(
@@ -929,6 +957,9 @@ def without_source() -> nn.Module:
         (Shadowed, NO_ACTIVATION),
         (BoundInside, NO_ACTIVATION),
         (Private, "Private.forward is not what its source says"),
+        (PrivateInside, "PrivateInside.forward is not what its source says"),
+        (LooksAtItsVariables, "LooksAtItsVariables.forward asks for its variables by name"),
+        (wrapped, "Wrapped.forward is decorated, or no plain function"),
         (closure, "Closure.forward is a closure"),
         (DefinesAClass, "DefinesAClass.forward defines a class"),
         (without_source, "NoSource.forward has no source that can be read"),
