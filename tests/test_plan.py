@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,14 @@ def test_workspace_is_small(case, device_type, backward):
             assert answer["workspace_bytes"] <= WORKSPACE_SHARE * bytes_of_X, answer
         else:
             assert answer["workspace_bytes"] <= WORKSPACE_FREE, answer
+
+
+@pytest.mark.parametrize("N, dtype", [(200, "float32"), (512, "bfloat16")])
+def test_sums_of_many_samples_are_small(N, dtype):
+    """On a CPU: of large tensors of few pixels, they are what the workspace holds."""
+    case = Case("few_pixels", (N, 2048, 7, 7), 32)
+    answer = explain(case, "cpu", True, dtype=dtype)
+    assert answer["workspace_bytes"] <= WORKSPACE_SHARE * case.numel * SIZES[dtype], answer
 
 
 @directions
@@ -456,8 +465,9 @@ def ask(
     device_type: str,
     questions: list[tuple[Case, bool, str, int]],
     wide: bool = False,
+    figures: Sequence[str] = (),
 ) -> list:
-    figures = device_figures(device_type)
+    figures = figures or device_figures(device_type)
     lines = [
         [
             int(device_type == "cuda"),
@@ -497,6 +507,18 @@ def test_planner_alone_gives_the_same_answers(planner, device_type):
         built = explain(case, device_type, backward, dtype=dtype, alignment=alignment)
         del built["device"], built["declined_by_binding"]
         assert answer["explain"] == built
+
+
+def test_measured_plans_that_a_device_cannot_run(planner):
+    """Of clusters that it does not have: the estimates choose, and nothing is said of measuring."""
+    question = (Case("clusters_of_16", (4, 1920, 64, 64), 32), False, "bfloat16", 16)
+    figures = device_figures("cuda")
+    measured, other = (
+        ask(planner, "cuda", [question], figures=of_device)[0]["explain"]
+        for of_device in (figures, [*figures[:-8], *8 * ["0"]])
+    )
+    assert geometry(measured)["cluster"] == 16 and "was measured" in measured["reason"]
+    assert other["rule"] == "cooperative" and "was measured" not in other["reason"]
 
 
 def test_planner_alone_with_a_wide_output(planner):

@@ -25,10 +25,21 @@ std::optional<DType> to_dtype(at::ScalarType type) {
   }
 }
 
-// In bytes, at most 16.
+// In bytes, at most 16, which is that of a fake tensor.
 int alignment_of(const at::Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  return static_cast<int>(std::min<uintptr_t>(address & (~address + 1), 16));
+  const uintptr_t lowest_bit = (address | 16) & (~(address | 16) + 1);
+  return static_cast<int>(lowest_bit);
+}
+
+// Elements between the addresses that a GPU can load them from: stock's error
+// is the one to see.
+void decline_misaligned(Classified& result) {
+  const Problem& problem = result.problem;
+  if (problem.device == DeviceType::kCUDA &&
+      problem.alignment % size_of(problem.dtype) != 0) {
+    result.declined = "misaligned input";
+  }
 }
 
 // A parameter is [C], a statistic has N * G elements; both of `type`, on X's
@@ -250,6 +261,7 @@ Classified classify_forward(
     result.problem.direction = Direction::kForward;
     // A copy made by to_channels_last() is aligned at least as well.
     result.problem.alignment = alignment_of(X);
+    decline_misaligned(result);
   }
   return result;
 }
@@ -309,6 +321,7 @@ Classified classify_backward(
   problem.want_dX = output_mask[0];
   problem.want_dgamma = output_mask[1];
   problem.want_dbeta = output_mask[2];
+  decline_misaligned(result);
   return result;
 }
 

@@ -7,7 +7,7 @@
 #include <array>
 #include <span>
 
-#include "native/plan/problem.h"
+#include "native/plan/plan.h"
 
 namespace gn_override {
 
@@ -174,10 +174,14 @@ inline const MeasuredPlan* measured_plan(
   return nullptr;
 }
 
-// The device, with that row's pins.
-inline Device with_measured_pins(const Problem& problem, Device device) {
+// The device, with that row's pins if it has what such a plan needs.
+inline Device with_measured_pins(const Problem& problem, const Device& device) {
   if (const MeasuredPlan* row = measured_plan(problem, device)) {
-    device.pins = row->pins;
+    Device pinned = device;
+    pinned.pins = row->pins;
+    if (estimated_plan(problem, pinned).scheme == row->pins.scheme) {
+      return pinned;
+    }
   }
   return device;
 }

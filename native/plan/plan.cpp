@@ -77,10 +77,15 @@ int64_t minimum_bytes(const Problem& problem) {
 }
 
 // Why a problem goes to a rule, and whether its plan was measured.
-std::string
-reason(const Rule& rule, const Problem& problem, const Device& device) {
+// pinned: by with_measured_pins().
+std::string reason(
+    const Rule& rule,
+    const Problem& problem,
+    const Device& device,
+    const Device& pinned) {
   std::string result = rule.reason;
-  if (const MeasuredPlan* row = measured_plan(problem, device)) {
+  const MeasuredPlan* row = measured_plan(problem, device);
+  if (row != nullptr && row->pins == pinned.pins) {
     result += "; this plan was measured, and takes " +
         std::to_string(static_cast<int>(100 * row->share + 0.5)) +
         "% of the time of the one that the estimates choose";
@@ -195,7 +200,7 @@ std::string explain(const Problem& problem, const Device& device) {
       return "{\"problem\": " + quoted(to_string(problem)) +
           ", \"machine\": " + quoted(to_string(device)) +
           ", \"rule\": " + quoted(rule.name) +
-          ", \"reason\": " + quoted(reason(rule, problem, device)) +
+          ", \"reason\": " + quoted(reason(rule, problem, device, pinned)) +
           ", \"plan\": " + quoted(to_string(*plan)) +
           ", \"workspace_bytes\": " + std::to_string(plan->workspace_bytes) +
           ", \"minimum_bytes\": " + std::to_string(minimum_bytes(problem)) +

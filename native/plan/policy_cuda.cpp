@@ -413,7 +413,8 @@ Candidate cooperative_candidate(
       static_cast<int>(std::min(splits, problem.HxW)),
       threads);
   plan.samples_per_wave = samples;
-  if (plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
+  if (plan.threads > kMostThreads ||
+      plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
     return result;
   }
   // Whole batches, and as many as the copies are ahead: see Ring in slab.cuh.
@@ -584,7 +585,8 @@ std::optional<Plan> plan_two_pass(
         std::max(wanted, std::min(splits_of(walk), kMostResults / results));
   }
   int64_t most = splits_of(kPixelsInFlight);
-  if (exceeds_workspace_share(problem, most * partials * of_partial)) {
+  if (exceeds_workspace_share(
+          problem, (most * partials + problem.G) * of_partial)) {
     const int64_t share = problem.bytes() / kWorkspaceShare / of_partial;
     most = std::max<int64_t>(1, (share - problem.G) / partials);
   }
@@ -682,7 +684,7 @@ constexpr Condition kNotEmpty{
     "at least one sample",
     [](const Problem& problem, const Device&) { return problem.N > 0; }};
 constexpr Condition kFitsGrid{
-    "fewer than 2^31 channels, and blocks",
+    "fewer than 2^30 channels, and at most 2^30 slices of 64 in all samples",
     [](const Problem& problem, const Device&) {
       // A grid has at most 2^31 - 1 blocks. Samples are split further only
       // where they are fewer than the blocks that fill the chip, or into splits

@@ -22,8 +22,11 @@ struct CPUWorkspace {
   };
   // The gradients of gamma and beta are summed over runs of consecutive
   // samples, then over the runs: the order is the same for any number of
-  // threads, and the sums of the runs stay small for any number of samples.
+  // threads, and the sums of the runs stay small for any number of samples, and
+  // of channels of a large X: a hundredth of it.
   static constexpr int64_t kMostRuns = 64;
+  static constexpr int64_t kLargeTensor = int64_t{64} << 20;
+  static constexpr int64_t kShareOfRuns = 100;
 
   int64_t accumulator; // size of one
   int64_t stride; // elements: C, and room for a vector at any of them
@@ -51,17 +54,29 @@ struct CPUWorkspace {
                 ? 1
                 : std::max<int64_t>(
                       1,
-                      (problem.N + kMostRuns - 1) / kMostRuns)),
+                      ceil_div(problem.N, most_runs(problem, stride)))),
         runs(
             problem.direction == Direction::kForward
                 ? 0
-                : (problem.N + samples_per_run - 1) / samples_per_run),
+                : ceil_div(problem.N, samples_per_run)),
         own(batch(plan, 1)),
         shared(batch(plan, plan.samples_per_batch)),
         totals(plan.slots * own.bytes + shared.bytes),
-        bytes(totals + runs * 2 * stride * 8) {}
+        bytes(totals + runs * run_bytes(stride)) {}
 
  private:
+  static constexpr int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+  }
+  static constexpr int64_t run_bytes(int64_t stride) {
+    return 2 * stride * 8;
+  }
+  static constexpr int64_t most_runs(const Problem& problem, int64_t stride) {
+    return problem.bytes() <= kLargeTensor
+        ? kMostRuns
+        : std::clamp<int64_t>(
+              problem.bytes() / kShareOfRuns / run_bytes(stride), 1, kMostRuns);
+  }
   static constexpr int64_t padded(int64_t elements) {
     return (elements + 15) / 16 * 16 + 16;
   }
