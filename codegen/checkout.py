@@ -33,10 +33,9 @@ class Checkout:
 
     def read(self, path: str) -> str | None:
         """The text of a file in the commit, or None if it is not there."""
-        try:
-            return self._git("cat-file", "blob", f"{self.base}:{path}")
-        except StagingError:
+        if not self._listed([path]):
             return None
+        return self._git("cat-file", "blob", f"{self.base}:{path}")
 
     def changes(self) -> list[str]:
         """Tracked files that differ from the commit, submodules aside."""
@@ -76,7 +75,7 @@ class Checkout:
             last = self.base
             self._git("read-tree", self.base, environment=environment)
             for commit in commits:
-                modes = self._modes(commit.files)
+                modes = self._listed(commit.files)
                 entries = ""
                 for path, text in commit.files.items():
                     blob = self._git("hash-object", "-w", "--stdin", text=text).strip()
@@ -93,9 +92,9 @@ class Checkout:
                 ).strip()
             return last
 
-    def _modes(self, paths: Iterable[str]) -> dict[str, str]:
-        """Of those that are in the commit that is checked out."""
-        listed = self._git("ls-tree", self.base, "--", *paths).splitlines()
+    def _listed(self, paths: Iterable[str]) -> dict[str, str]:
+        """The modes of those that are in the commit that is checked out."""
+        listed = self._git("ls-tree", "--full-tree", self.base, "--", *paths).splitlines()
         return {line.partition("\t")[2]: line.split()[0] for line in listed}
 
     def _git(

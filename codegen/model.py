@@ -78,6 +78,7 @@ class Edit:
 
     From ``anchor``, which is there exactly once, to the end of the next ``until`` (of the anchor
     itself where that is empty) stands ``text`` afterwards; or an excerpt, and then the anchor.
+    Files of PyTorch have no ``until``, which would reach further where they have changed.
     """
 
     file: str
@@ -351,11 +352,12 @@ class _Loader:
         )
 
     def edit(self, entry: Any, where: str, required: dict[str, type]) -> Edit:
+        ends = () if "file" in required else ("until",)
         self.fields(
             entry,
             where,
             required | {"anchor": str, "why": str},
-            optional=dict.fromkeys(("until", "text", "from", "after", "before"), str),
+            optional=dict.fromkeys((*ends, "text", "from", "after", "before"), str),
         )
         if not entry["anchor"]:
             self.fail(where, "the anchor is empty")
@@ -364,7 +366,6 @@ class _Loader:
                 entry,
                 where,
                 required | dict.fromkeys(("anchor", "why", "from", "after", "before"), str),
-                optional={"until": str},
             )
             text: str | Excerpt = Excerpt(entry["from"], entry["after"], entry["before"])
         elif "text" in entry:

@@ -93,7 +93,7 @@ def skeleton(upstream: Upstream, base: str) -> dict[str, str]:
         for edit in commit.edits:
             text = after.setdefault(edit.file, "")
             if edit.anchor not in text:  # else what an earlier edit left
-                part = f"{edit.anchor}{edit.until}\n"
+                part = f"{edit.anchor}\n"
                 before[edit.file] = before.get(edit.file, "") + part
                 text += part
             after[edit.file] = _edited(text, edit, edit.file)

@@ -124,8 +124,17 @@ def test_edits_touch_nothing_else(checkout):
     stage_upstream.stage(checkout)
     diff = git(checkout, "diff", "--unified=0", "HEAD", stage_upstream.BRANCH)
     gone = re.findall(r"^-(?!--)(.+)$", diff, re.MULTILINE)
-    quoted = "".join(e.anchor + e.until for c in CHANGE.commits for e in c.edits)
+    quoted = "".join(e.anchor for c in CHANGE.commits for e in c.edits)
     assert gone and all(line in quoted for line in gone)
+
+
+def test_a_folder_of_a_checkout(main_checkout):
+    """Is as good as its top: nothing is added, and nothing loses its mode."""
+    (main_checkout / KERNEL).chmod(0o755)
+    commit(main_checkout)
+    stage_upstream.stage(main_checkout / "aten")
+    listed = git(main_checkout, "ls-tree", stage_upstream.BRANCH, KERNEL)
+    assert listed.startswith("100755 ")
 
 
 def test_hooks_are_behind_the_stubs(main_checkout):
@@ -282,12 +291,17 @@ def test_missing_and_double_anchors(base, edit):
         assert why == f"  edit: {edit.why}"
 
 
-def test_missing_end_of_an_edit():
-    tree = upstream.skeleton(CHANGE, "main")
-    edit = next(e for c in CHANGE.commits for e in c.edits if e.until)
-    tree[edit.file] = tree[edit.file].replace(edit.until, "")
-    with pytest.raises(StagingError, match="nothing after the anchor"):
-        upstream.render(CHANGE, "main", tree.get)
+def test_missing_end_of_an_edit(monkeypatch):
+    additions = [a for c in CHANGE.commits for a in c.additions]
+    source, edit = next((a.source, e) for a in additions for e in a.edits if e.until)
+    read = upstream._read
+    monkeypatch.setattr(
+        upstream,
+        "_read",
+        lambda name: read(name).replace(edit.until, "") if name == source else read(name),
+    )
+    with pytest.raises(StagingError, match=f"{source}: nothing after the anchor"):
+        upstream.render(CHANGE, "main", upstream.skeleton(CHANGE, "main").get)
 
 
 def test_staging_stops_at_a_missing_anchor(main_checkout):
@@ -614,6 +628,7 @@ upstream:
         ("anchor: here", "anchor: ''", "upstream, commit 1, edit 1: the anchor is empty"),
         (", why: because", "", "upstream, commit 1, edit 1: field 'why' is missing"),
         ("file: a.cpp, anchor", "anchor", "upstream, commit 1, edit 1: field 'file' is missing"),
+        ("text: there", "until: b, text: there", "commit 1, edit 1: unknown field 'until'"),
     ],
 )
 def test_errors_of_the_yaml_file(tmp_path, old, new, error):

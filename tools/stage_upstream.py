@@ -66,14 +66,14 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
         values[f"before, {what}"] = kernel_table.over_copy(rows, what, provider)
         values[f"after, {what}"] = kernel_table.over_copy(after["rows"], what, kernel_table.OURS)
         values[f"slower, {what}"] = str(slower[what])
-    text = re.sub(
-        r"<!-- base: .*?<!-- end base -->\n",
-        lambda block: dict(
-            re.findall(r"<!-- base: (\S+) -->\n(.*?)(?=<!-- )", block[0], re.DOTALL)
-        )[base],
-        TEMPLATE.read_text(),
-        flags=re.DOTALL,
-    )
+
+    def of_base(block: re.Match[str]) -> str:
+        texts = dict(re.findall(r"<!-- base: (\S+) -->\n(.*?)(?=<!-- )", block[0], re.DOTALL))
+        assert texts.keys() <= BEFORE.keys()
+        return texts.get(base, "")
+
+    block = r"<!-- base: .*?<!-- end base -->\n"
+    text = re.sub(block, of_base, TEMPLATE.read_text(), flags=re.DOTALL)
     return re.sub(r"\{\{(.*?)\}\}", lambda match: values[match[1]], text)
 
 
@@ -96,6 +96,7 @@ def measured_plans(rows: Sequence[kernel_table.Row]) -> tuple[str, str]:
             if share is not None and row["dtype"] in ("float16", "bfloat16"):
                 names[direction].append("x".join(map(str, row["shape"])))
                 most = max(most, 1 / share)
+    assert plans, f"{MEASURED_PLANS.name} is not written as its rows are read here"
     held = "; ".join(f"{direction.lower()} {', '.join(of)}" for direction, of in names.items())
     return held, f"{most:.2f}"
 

@@ -1,6 +1,7 @@
-"""Cases for TestNNDeviceType of PyTorch's test/test_nn.py: the body of the class below is staged.
+"""Cases for TestNNDeviceType of PyTorch's test/test_nn.py.
 
-They also run by themselves, against any PyTorch: python aten_patch/test/test_nn.py
+The body of the class below is staged. They also run by themselves, against any
+PyTorch: python aten_patch/test/test_nn.py
 """
 
 import torch
@@ -25,7 +26,9 @@ class TestNNDeviceType(TestCase):
             torch.half: 4e-3,
             torch.bfloat16: 3e-2,
         }[input.dtype]
-        channels_last = torch.channels_last if input.dim() == 4 else torch.channels_last_3d
+        channels_last = (
+            torch.channels_last if input.dim() == 4 else torch.channels_last_3d
+        )
         weight = torch.randn(input.size(1), device=input.device).to(input.dtype)
         bias = torch.randn(input.size(1), device=input.device).to(input.dtype)
         leaves = [t.detach().requires_grad_() for t in (input, weight, bias)]
@@ -62,7 +65,9 @@ class TestNNDeviceType(TestCase):
             ((2, 9, 7, 11, 15), 3),
             ((1, 64, 4, 24, 24), 32),
         ]:
-            channels_last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+            channels_last = (
+                torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+            )
             input = torch.randn(shape, device=device).to(dtype)
             input = input.contiguous(memory_format=channels_last)
             grad = torch.randn_like(input)
@@ -121,9 +126,13 @@ class TestNNDeviceType(TestCase):
     @largeTensorTest("24GB", device="cuda")
     def test_GroupNorm_channels_last_64bit_indexing(self, device):
         C, G, D, H, W = 128, 32, 4, 16128, 1200  # more than 2^31 elements
-        input = torch.randn(1, H, W, C, device=device, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+        input = torch.randn(1, H, W, C, device=device, dtype=torch.bfloat16).permute(
+            0, 3, 1, 2
+        )
         grad = torch.ones((), device=device, dtype=torch.bfloat16).expand_as(input)
-        output, mean, rstd = torch.native_group_norm(input, None, None, 1, C, H * W, G, 1e-5)
+        output, mean, rstd = torch.native_group_norm(
+            input, None, None, 1, C, H * W, G, 1e-5
+        )
         group = input[:, -D:].float()
         expected = (group - group.mean()) * torch.rsqrt(group.var(correction=0) + 1e-5)
         self.assertEqual(output[:, -D:].float(), expected, atol=2e-2, rtol=1e-2)
