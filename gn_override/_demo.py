@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +208,8 @@ def _build(case: _Case, device: str) -> tuple[nn.Module, Tensor]:
                 nn.init.uniform_(module.weight, 0.5, 1.5)
                 nn.init.uniform_(module.bias, -0.5, 0.5)
     network = network.to(device=device, dtype=case.dtype)
-    network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    to: Any = network.to  # before torch 2.14 its types know no memory format
+    network = to(memory_format=torch.channels_last)
     x = torch.randn(case.input_shape, generator=generator)
     x = x.to(device=device, dtype=case.dtype, memory_format=torch.channels_last)
     return network, x

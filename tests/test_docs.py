@@ -146,6 +146,7 @@ HOW: dict[str, Callable[[str, Path], None]] = {
     "python3 -m venv": by_ci(),
     ".venv/bin/": by_ci(),
     "cd .venv": by_ci(),
+    "python -m gn_override demo": by_ci("run_readme_block demo"),
     "python -m gn_override bench": in_process,
     "python -m gn_override explain 2": in_process,
     "python -m gn_override explain 1": in_process,
