@@ -389,7 +389,7 @@ def extension(
         library_dirs += [str(d) for d in config.toolkit.libraries]
         libraries += ["c10_cuda", "torch_cuda", "cudart"]
     system = [flag for d in (*include, *toolkit_includes) for flag in ("-isystem", d)]
-    common = [*defines, "-DNDEBUG", f"-I{ROOT}", "-std=c++20", "-O3"]
+    common = ["-DNDEBUG", f"-I{ROOT}", "-std=c++20", "-O3"]
     return setuptools.Extension(
         "gn_override._C",
         config.sources,
@@ -399,6 +399,7 @@ def extension(
             # at::parallel_for is inline: without -fopenmp it runs on one thread.
             "cxx": [
                 *common,
+                *defines,
                 *system,
                 "-g0",
                 "-fopenmp",
@@ -407,7 +408,8 @@ def extension(
                 "-Wall",
                 "-Wextra",
             ],
-            # Kernels and launchers get no torch header: no path to them.
+            # Kernels and launchers know nothing of torch: no path to its
+            # headers, and the same objects with any of its versions.
             "nvcc": [
                 *common,
                 *gencode(config.archs),

@@ -131,7 +131,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", choices=("cpu", "model"), default="cpu")
     parser.add_argument("--only", help="names of cases, or their beginnings, comma separated")
-    parser.add_argument("--dtype", help="instead of each case's own")
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "float16", "bfloat16"),
+        help="instead of each case's own",
+    )
     parser.add_argument(
         "--seconds", type=float, default=3, help="of each row (default %(default)s)"
     )
