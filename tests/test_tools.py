@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import bench
+import bench_ddp
 import bench_host
 import bench_models
 import convergence
@@ -784,6 +786,73 @@ def test_host_time_is_measured_on_the_cpu_too(tmp_path):
     for row in rows:
         assert all(row[name] > 0 for name in bench_host.VARIANTS)
         assert set(row["ratio"]) == {"off", "on"}
+
+
+# tools/bench_ddp.py.
+
+# A timm whose networks fit a test: of the name's norm.
+SMALL_TIMM = """
+from torch import nn
+
+def create_model(name, pretrained):
+    norm = nn.GroupNorm(4, 16) if name == "resnet50_gn" else nn.BatchNorm2d(16)
+    pool = nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(nn.Conv2d(3, 16, 3), norm, nn.ReLU(), *pool, nn.Linear(16, 1000))
+"""
+
+
+def run_bench_ddp(tmp_path, timm, *more):
+    (tmp_path / "timm.py").write_text(timm)
+    tool = results.ROOT / "tools" / "bench_ddp.py"
+    options = ["--device", "cpu", "--batch", "2", "--steps", "1", "--folder", str(tmp_path), *more]
+    return subprocess.run(
+        [sys.executable, str(tool), *options],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_training_beside_collectives_is_measured_on_the_cpu_too(tmp_path):
+    done = run_bench_ddp(tmp_path, SMALL_TIMM, "--output", "ddp-x")
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "ddp-x.json").read_text())
+    assert [row["name"] for row in content["rows"]] == list(bench_ddp.VARIANTS)
+    assert content["processes"] == content["batch"] == 2
+    assert len(done.stdout.splitlines()) == 1 + len(bench_ddp.VARIANTS)
+    for row in content["rows"]:
+        assert min(row["alone"], row["together"]) > 0 and row["all-reduce"] is None
+        assert row["host"] <= row["together"] and row["ratio"] > 0
+    assert "| resnet50_gn, on |" in render_readme.ddp(content)
+
+
+def test_wrong_gradients_are_not_timed(tmp_path):
+    """A network that finds other gradients the second time it is built."""
+    timm = SMALL_TIMM.replace("def create", "built = []\n\ndef create").replace(
+        "    norm =", "    built.append(name)\n    norm ="
+    )
+    timm = timm.replace("nn.ReLU()", "nn.ReLU() if len(built) % 2 else nn.Tanh()")
+    done = run_bench_ddp(tmp_path, timm)
+    assert done.returncode != 0 and "gradients differ" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_figures_of_the_slowest_process():
+    every = [
+        {"alone": 2.0, "together": 3.0, "host": 1.0, "all-reduce": 0.25},
+        {"alone": 2.5, "together": 2.75, "host": 2.0, "all-reduce": 0.5},
+    ]
+    largest = bench_ddp.slowest(every)
+    assert largest == {
+        "alone": 2.5,
+        "together": 3.0,
+        "host": 2.0,
+        "all-reduce": 0.5,
+        "ratio": 1.2,
+    }
+    assert "0.50" in bench_ddp.table([{"name": "x"} | largest]).splitlines()[1]
 
 
 # Plans.

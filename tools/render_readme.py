@@ -35,6 +35,7 @@ _COMMANDS = {
     "cpu": "python tools/bench_cpu.py --output {name}",
     "sweep": "python tools/sweep.py --output {name}",
     "host": "python tools/bench_host.py --output {name}",
+    "ddp": "python tools/bench_ddp.py --output {name}",
     "verify": "python tools/verify_gpu.py --output {name}",
     "convergence": "python tools/convergence.py --device cuda --output {name}",
     "demo": "python -m gn_override demo",
@@ -257,6 +258,24 @@ def host(content: dict[str, Any]) -> str:
     return table(["host us a call", "stock", "off", "on", "off / stock", "on / stock"], rows)
 
 
+def ddp(content: dict[str, Any]) -> str:
+    """Rows of tools/bench_ddp.py."""
+    rows = [
+        [
+            row["name"],
+            *(number(row[name]) for name in ("alone", "together")),
+            f"{row['ratio']:.2f}x",
+            *(number(row[name]) for name in ("host", "all-reduce")),
+        ]
+        for row in content["rows"]
+    ]
+    header = ["milliseconds a step", "alone", "DDP", "DDP / alone", "of the host", "of all-reduce"]
+    return table(header, rows) + (
+        f"\n{content['processes']} GPUs, a batch of {content['batch']} on each; "
+        "the figures are those of the slowest process.\n"
+    )
+
+
 def verify(content: dict[str, Any]) -> str:
     """Rows of tools/verify_gpu.py: levels, which may be of several commits."""
     rows = []
@@ -354,6 +373,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "cpu": cpu,
     "sweep": sweep,
     "host": host,
+    "ddp": ddp,
     "verify": verify,
     "convergence": convergence,
     "demo": demo,

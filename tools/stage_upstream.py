@@ -43,14 +43,16 @@ BEFORE = {
     "2.14": ("kernels-h200", "stock_channels_last"),
 }
 SWEEP = "sweep-h200"
+PARALLEL = "ddp-h200"
 MEASURED_PLANS = render_readme.ROOT / "native" / "plan" / "measured_cuda.h"
 
 
 def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
     """The text of the pull request, with the measured tables."""
     file, provider = BEFORE[base]
-    before, after, sweep = (
-        json.loads((results / f"{name}.json").read_text()) for name in (file, AFTER, SWEEP)
+    before, after, sweep, parallel = (
+        json.loads((results / f"{name}.json").read_text())
+        for name in (file, AFTER, SWEEP, PARALLEL)
     )
     rows = before["rows"]
     slower = sweep["summary"]["slower than stock by more than 5%"]
@@ -59,6 +61,8 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
         "source of after": render_readme.source(after).strip(),
         "source of before": before.get("what", ""),
         "source of sweep": render_readme.source(sweep).strip(),
+        "beside all-reduce": render_readme.ddp(parallel).strip(),
+        "source of beside all-reduce": render_readme.source(parallel).strip(),
         "random shapes": str(sweep["summary"]["served"]),
     }
     values["measured plans"], values["most without"] = measured_plans(after["rows"])
