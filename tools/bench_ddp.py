@@ -5,7 +5,7 @@
     python tools/bench_ddp.py --device cpu --batch 2 --steps 2   # tries the script
 
 A backward pass under DistributedDataParallel runs beside the all-reduce of gradients that are done.
-Kernels of the cooperative scheme start when the whole GPU is free: this shows what that costs.
+Kernels of the cooperative scheme take the whole GPU at once: this shows what that costs.
 A process for each GPU, two on the CPU, trains on a batch of its own, in bfloat16 and channels_last:
 timm's resnet50_gn with the override off and on, and resnet50, whose BatchNorm the override does not
 touch. Before that, gradients are compared with the mean of what the processes find by themselves:
