@@ -123,6 +123,62 @@ class TestNNDeviceType(TestCase):
             self.assertEqual(first, second, atol=0, rtol=0)
 
     @onlyCUDA
+    @dtypes(torch.float, torch.half)
+    def test_GroupNorm_channels_last_wanted_gradients(self, device, dtype):
+        # No gradient depends on which others are wanted.
+        for shape, groups in [((2, 64, 16, 16), 8), ((3, 30, 9, 7), 3)]:
+            input = torch.randn(shape, device=device).to(dtype)
+            input = input.contiguous(memory_format=torch.channels_last)
+            grad = torch.randn_like(input)
+            weight, bias = torch.randn(2, shape[1], device=device).to(dtype)
+            leaves = [t.detach().requires_grad_() for t in (input, weight, bias)]
+            output = F.group_norm(leaves[0], groups, *leaves[1:])
+            every = torch.autograd.grad(output, leaves, grad)
+            for wanted in range(1, 7):
+                for i, leaf in enumerate(leaves):
+                    leaf.requires_grad_(bool(wanted >> i & 1))
+                output = F.group_norm(leaves[0], groups, *leaves[1:])
+                found = iter(
+                    torch.autograd.grad(
+                        output, [leaf for leaf in leaves if leaf.requires_grad], grad
+                    )
+                )
+                for leaf, expected in zip(leaves, every, strict=True):
+                    if leaf.requires_grad:
+                        self.assertEqual(next(found), expected, atol=0, rtol=0)
+
+    @onlyCUDA
+    def test_GroupNorm_channels_last_in_cuda_graph(self, device):
+        def run(leaves, grad):
+            output = F.group_norm(leaves[0], 32, *leaves[1:])
+            return (output.detach(), *torch.autograd.grad(output, leaves, grad))
+
+        for shape in [(2, 320, 32, 32), (1, 128, 256, 256)]:
+            input, other, grad = (
+                torch.randn(shape, device=device)
+                .bfloat16()
+                .contiguous(memory_format=torch.channels_last)
+                for _ in range(3)
+            )
+            weight, bias = torch.randn(2, shape[1], device=device).bfloat16()
+            leaves = [t.requires_grad_() for t in (input, weight, bias)]
+
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run(leaves, grad)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = run(leaves, grad)
+            with torch.no_grad():
+                input.copy_(other)
+            for _ in range(2):
+                graph.replay()
+                for found, expected in zip(captured, run(leaves, grad), strict=True):
+                    self.assertEqual(found, expected, atol=0, rtol=0)
+
+    @onlyCUDA
     @largeTensorTest("24GB", device="cuda")
     def test_GroupNorm_channels_last_64bit_indexing(self, device):
         C, G, D, H, W = 128, 32, 4, 16128, 1200  # more than 2^31 elements
