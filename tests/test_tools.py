@@ -32,6 +32,7 @@ import kernel_table
 import neighbours
 import peers
 import progress
+import pytorch_kernels
 import render_readme
 import results
 import sweep
@@ -519,6 +520,78 @@ def test_no_peer_is_no_error(no_peers):
     assert list(here) == ["gn_override", "stock_nchw"] and unusable == {}
 
 
+# --- the kernels of a checkout of PyTorch ----------------------------------------------------
+
+# Functions of the checkout's signatures, whose results show what they were called with.
+CHECKOUT = """
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/core/Tensor.h>
+#include <ATen/native/group_norm.h>
+
+namespace at::native {
+namespace {
+
+void forward(const Tensor& X, const Tensor& gamma, const Tensor& beta, int64_t N, int64_t C,
+             int64_t HxW, int64_t group, double eps, Tensor& Y, Tensor& mean, Tensor& rstd) {
+  Y.copy_(X.mul(gamma.view({C, 1, 1})).add(beta.view({C, 1, 1})));
+  mean.fill_(N * 100 + HxW);
+  rstd.fill_(eps);
+}
+
+void backward(const Tensor& dY, const Tensor& X, const Tensor& mean, const Tensor& rstd,
+              const Tensor& gamma, int64_t N, int64_t C, int64_t HxW, int64_t group, Tensor& dX,
+              Tensor& dgamma, Tensor& dbeta) {
+  dX.copy_(dY.mul(mean.sum()));
+  dgamma.copy_(gamma.add(group));
+  dbeta.fill_(N * 100 + HxW + C * 10000).mul_(rstd.max().div(1e-5));
+}
+
+} // namespace
+REGISTER_DISPATCH(GroupNormKernel, &forward)
+REGISTER_DISPATCH(GroupNormBackwardKernel, &backward)
+} // namespace at::native
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    path = tmp_path / pytorch_kernels.KERNELS
+    path.parent.mkdir(parents=True)
+    path.write_text(CHECKOUT)
+    return tmp_path
+
+
+def test_kernels_of_a_checkout_have_the_name_that_git_has_for_them(checkout):
+    path = checkout / pytorch_kernels.KERNELS
+    done = subprocess.run(["git", "hash-object", str(path)], capture_output=True, text=True)
+    assert pytorch_kernels.source(checkout)["git blob"] == done.stdout.strip()
+
+
+def test_a_folder_without_kernels_is_no_checkout(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--pytorch", str(tmp_path)])
+    assert "has no aten/src/ATen" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None or tune.find_nvcc() is None,
+    reason="compiling needs nvcc and a torch with CUDA",
+)
+def test_kernels_of_a_checkout_are_called_as_native_group_norm_calls_them(checkout):
+    plain, _ = bench.providers_here(["gn_override"], checkout)
+    assert kernel_table.CHECKOUT not in plain
+    here, _ = bench.providers_here(["gn_override", kernel_table.CHECKOUT], checkout)
+    X = torch.randn(2, 6, 3, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
+    gamma, beta = (torch.randn(6, requires_grad=True) for _ in range(2))
+    Y = here[kernel_table.CHECKOUT].norm(X, 3, gamma, beta)
+    assert Y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(Y, X * gamma.view(6, 1, 1) + beta.view(6, 1, 1))
+    dX, dgamma, dbeta = torch.autograd.grad(Y, (X, gamma, beta), torch.ones_like(Y))
+    torch.testing.assert_close(dX, torch.full_like(X, 2 * 3 * 215.0))  # mean is [N, G]
+    torch.testing.assert_close(dgamma, gamma + 3)
+    torch.testing.assert_close(dbeta, torch.full_like(beta, 60215.0))
+
+
 def test_peers_are_called_their_way(no_peers, monkeypatch):
     called = []
 
@@ -579,11 +652,11 @@ def test_progress_is_a_line_or_a_bar(terminal, monkeypatch, capsys):
 
 
 def test_the_command_of_a_results_file_names_no_place(monkeypatch):
-    options = ["--plot", "/x/y.svg", "--output", "kernels", "--folder", "/x"]
+    options = ["--plot", "/x/y.svg", "--output", "kernels", "--folder", "/x", "--pytorch", "/x"]
     options += ["--roofline", "/x/z.svg", "--log", "/x/log"]
     for script in ("tools/bench.py", str(results.ROOT / "tools" / "bench.py")):
         monkeypatch.setattr(sys, "argv", [script, *options])
-        assert results.command() == "python tools/bench.py --output kernels"
+        assert results.command() == "python tools/bench.py --output kernels --pytorch CHECKOUT"
 
 
 def test_the_commit_of_a_results_file(tmp_path, monkeypatch):
@@ -722,12 +795,24 @@ def test_summary_and_report_of_a_sweep():
     assert found["slower than stock by more than 5%"] == {"fwd": 1, "fwd_bwd": 0}
     assert found["median of forward / copy above 16 MB"] == 1.375 and found["above 16 MB"] == 2
     text = sweep.report(rows, 2)
-    ranking = text.partition("forward, stock's better layout / ours, the worst:\n")[2].splitlines()
+    ranking = text.partition("forward, stock / ours, the worst:\n")[2].splitlines()
     assert ranking[0].split()[0] == "0.94" and ranking[0].endswith("2_any")
     assert ranking[1].split()[0] == "0.96" and not ranking[2].startswith(" ")
     assert "one pixel or channel, forward, 1 shapes" in text and "stock / ours 0.20" in text
     assert "WRONG: 2_any" in text and "ERROR: 6_any" in text
+    assert "checkout" not in text
     assert sweep.summary([])["median of forward / copy above 16 MB"] is None
+
+
+def test_a_sweep_beside_a_checkout():
+    rows = [sweep_row(0, 8.0), sweep_row(1, 8.0)]
+    rows[0]["fwd"][kernel_table.CHECKOUT] = 7.6  # faster by 5.3%
+    rows[1]["fwd"][kernel_table.CHECKOUT] = 7.7  # by 3.9%
+    found = sweep.summary(rows)
+    assert found["slower than stock by more than 5%"] == {"fwd": 0, "fwd_bwd": 0}
+    assert found["slower than PyTorch's checkout by more than 5%"] == {"fwd": 1, "fwd_bwd": 0}
+    ranking = sweep.report(rows, 2).partition("forward, PyTorch's checkout / ours, the worst:\n")[2]
+    assert ranking.splitlines()[0].split()[0] == "0.95"
 
 
 @pytest.mark.parametrize(("fields", "status"), [({}, 0), ({"wrong": "Y: error"}, 1)])

@@ -8,7 +8,8 @@
 Forward, and forward plus the backward to X, gamma and beta, timed as tools/timing.py says: CUDA
 graph, cold L2 cache, median microseconds of GPU time. `copy` is y.copy_(x) of the same tensor in
 the same run. Rates count the least traffic there is, the same for every provider
-(tools/kernel_table.py). Peers (tools/peers.py) take part where they can be imported.
+(tools/kernel_table.py). Peers (tools/peers.py) take part where they can be imported, and with
+--pytorch the kernels of a checkout of PyTorch (tools/pytorch_kernels.py).
 
 Before a case is timed, ours is checked against fp64 with the test suite's bound, the others
 roughly against stock. In a row of the results file
@@ -38,6 +39,7 @@ from typing import Any
 
 import kernel_table
 import peers
+import pytorch_kernels
 import render_readme
 import results
 import timing
@@ -81,13 +83,19 @@ STOCK = {
     "stock_channels_last": Provider(_plain),
     "stock_nchw": Provider(_plain, layout="nchw"),
 }
-NAMES = (*OURS, *STOCK, "compile", *peers.PEERS)
+CHECKOUT = {kernel_table.CHECKOUT: Provider(pytorch_kernels.norm)}
+NAMES = (*OURS, *STOCK, *CHECKOUT, "compile", *peers.PEERS)
 
 
-def providers_here(names: Sequence[str]) -> tuple[dict[str, Provider], dict[str, str]]:
+def providers_here(
+    names: Sequence[str], checkout: Path | None = None
+) -> tuple[dict[str, Provider], dict[str, str]]:
     """Those of the names that can run here, in the order of NAMES; why an installed peer cannot."""
     found, unusable = peers.find()
     here = OURS | STOCK | {name: Provider(norm) for name, norm in found.items()}
+    if checkout is not None and kernel_table.CHECKOUT in names:
+        pytorch_kernels.build(checkout)
+        here |= CHECKOUT
     if "compile" in names:
         here["compile"] = Provider(torch.compile(_plain, dynamic=False))
     return {name: here[name] for name in NAMES if name in names and name in here}, unusable
@@ -267,6 +275,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=reference.ACTIVATIONS[1:],
         help="time our forward alone and fused with this, and nothing else",
     )
+    pytorch_kernels.add_argument(parser)
     parser.add_argument("--milliseconds", type=int, default=60, help="of measuring a figure")
     parser.add_argument("--no-check", action="store_true", help="time without checking results")
     for name, what in (("--plot", "speed-ups"), ("--roofline", "rates over traffic")):
@@ -306,7 +315,9 @@ def main(argv: Sequence[str]) -> int:
             content["activation"] = arguments.activation
             one = partial(measure_fused, activation=arguments.activation, **how)
         else:
-            providers, unusable = providers_here(arguments.providers)
+            providers, unusable = providers_here(arguments.providers, arguments.pytorch)
+            if kernel_table.CHECKOUT in providers:
+                content["pytorch"] = pytorch_kernels.source(arguments.pytorch)
             if unusable:
                 content["peers that cannot be imported"] = unusable
                 print("peers that cannot be imported:", unusable, file=sys.stderr)

@@ -17,6 +17,7 @@ Row = dict[str, Any]
 
 OURS = "gn_override"
 STOCK = ("stock_channels_last", "stock_nchw")
+CHECKOUT = "pytorch"  # the kernels of a checkout, see tools/pytorch_kernels.py
 DIRECTIONS = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 OPERANDS = {"copy": 2, "fwd": 2, "fwd_bwd": 5}  # of the size of X
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -44,10 +45,15 @@ def rates(row: Row) -> Row:
     return {"GB/s": speeds, "share": shares}
 
 
+def over(row: Row, what: str, names: Sequence[str]) -> float | None:
+    """Time of the fastest of the names over ours; None if none of them was measured."""
+    times = [row[what][name] for name in names if name in row[what]]
+    return min(times) / row[what][OURS] if times else None
+
+
 def over_stock(row: Row, what: str) -> float | None:
     """Time of stock's better layout over ours; None if stock was not measured."""
-    stock = [row[what][name] for name in STOCK if name in row[what]]
-    return min(stock) / row[what][OURS] if stock else None
+    return over(row, what, STOCK)
 
 
 def providers_of(rows: Sequence[Row]) -> list[str]:
@@ -59,9 +65,12 @@ def providers_of(rows: Sequence[Row]) -> list[str]:
 
 
 def _title(name: str) -> str:
-    return {OURS: "ours", "stock_channels_last": "stock NHWC", "stock_nchw": "stock NCHW"}.get(
-        name, name
-    )
+    return {
+        OURS: "ours",
+        "stock_channels_last": "stock NHWC",
+        "stock_nchw": "stock NCHW",
+        CHECKOUT: "checkout NHWC",
+    }.get(name, name)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -37,7 +37,8 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line, without the places that files are written to."""
+    """The command line, without the machine's folders: those that files are written to are left
+    out, and that of a checkout has a name."""
     script = Path(sys.argv[0]).resolve()
     inside = script.is_relative_to(ROOT)
     words = [str(script.relative_to(ROOT)) if inside else sys.argv[0], *sys.argv[1:]]
@@ -45,6 +46,8 @@ def command() -> str:
         if option in words:
             at = words.index(option)
             del words[at : at + 2]
+    if "--pytorch" in words:
+        words[words.index("--pytorch") + 1] = "CHECKOUT"
     return shlex.join(["python", *words])
 
 

@@ -9,9 +9,10 @@ prime HW, both, G = 1, D = C / G of 1, 2, 3 and 33; every 20th has one pixel or 
 is NCHW too and goes to stock by design, and is reported apart.
 
 Each shape is checked and timed as tools/bench.py does it, with less time for a figure. Printed:
-how many are slower than stock's better layout by more than 5%, the worst shapes against stock and
-against the copy, and the median of forward / copy above 16 MB. The exit status is 1 if a result
-is wrong or a call raised an error.
+how many are slower than stock's better layout by more than 5%, and with --pytorch than the kernels
+of a checkout of PyTorch (tools/pytorch_kernels.py), the worst shapes against these and against the
+copy, and the median of forward / copy above 16 MB. The exit status is 1 if a result is wrong or a
+call raised an error.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench
 import kernel_table
 import peers
+import pytorch_kernels
 import results
 import timing
 import torch
@@ -114,11 +116,16 @@ def rule_of(case: Case, backward: bool) -> str:
     return str(json.loads(told)["rule"])
 
 
-def measure(case: Case, milliseconds: int, device: str = "cuda") -> Row:
+def measure(
+    case: Case,
+    milliseconds: int,
+    device: str = "cuda",
+    providers: Mapping[str, bench.Provider] = bench.OURS | bench.STOCK,
+) -> Row:
     """A row of tools/bench.py, with the rules that take the call; or {"error": why}."""
     row: Row = {"one_layout": case.one_layout}
     try:
-        row |= bench.measure(case, bench.OURS | bench.STOCK, milliseconds, device=device)
+        row |= bench.measure(case, providers, milliseconds, device=device)
     except RuntimeError as error:
         fields = {"name": case.name, "shape": list(case.shape), "groups": case.groups}
         return row | fields | {"dtype": case.dtype, "error": peers.reason(error)}
@@ -135,9 +142,15 @@ def is_large(row: Row) -> bool:
     return kernel_table.least_bytes(row, "copy") / 2 > LARGE_MB * 1e6
 
 
-def ratios(rows: Sequence[Row], what: str) -> list[tuple[float, Row]]:
-    """(time of stock's better layout over ours, row), worst first."""
-    found = [(ratio, row) for row in rows if (ratio := kernel_table.over_stock(row, what))]
+# Whom ours are held against.
+OTHERS = {"stock": kernel_table.STOCK, "PyTorch's checkout": (kernel_table.CHECKOUT,)}
+
+
+def ratios(
+    rows: Sequence[Row], what: str, names: Sequence[str] = kernel_table.STOCK
+) -> list[tuple[float, Row]]:
+    """(time of the fastest of the names over ours, row) where they were measured, worst first."""
+    found = [(ratio, row) for row in rows if (ratio := kernel_table.over(row, what, names))]
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -152,15 +165,19 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     served, _ = split(rows)
     large = [over_copy(row) for row in served if is_large(row)]
     slower = {
-        what: sum(ratio < 1 / SLOWER for ratio, _ in ratios(served, what))
-        for what in kernel_table.DIRECTIONS
+        f"slower than {other} by more than 5%": {
+            what: sum(ratio < 1 / SLOWER for ratio, _ in ratios(served, what, names))
+            for what in kernel_table.DIRECTIONS
+        }
+        for other, names in OTHERS.items()
+        if any(ratios(served, what, names) for what in kernel_table.DIRECTIONS)
     }
     return {
         "shapes": len(rows),
         "served": len(served),
         "wrong": sum("wrong" in row for row in rows),
         "errors": sum("error" in row for row in rows),
-        "slower than stock by more than 5%": slower,
+        **slower,
         f"median of forward / copy above {LARGE_MB} MB": (
             round(statistics.median(large), 3) if large else None
         ),
@@ -181,19 +198,21 @@ def report(rows: Sequence[Row], worst: int) -> str:
     """The sweep as text; `worst` rows of each ranking."""
     served, one_layout = split(rows)
     lines = [f"{name}: {value}" for name, value in summary(rows).items()]
-    for what, title in kernel_table.DIRECTIONS.items():
-        lines.append(f"{title}, stock's better layout / ours, the worst:")
-        lines += [_line(row, ratio) for ratio, row in ratios(served, what)[:worst]]
+    for other, names in OTHERS.items():
+        for what, title in kernel_table.DIRECTIONS.items():
+            found = ratios(served, what, names)[:worst]
+            lines += [f"{title}, {other} / ours, the worst:"] if found else []
+            lines += [_line(row, ratio) for ratio, row in found]
     lines.append(f"forward / copy above {LARGE_MB} MB, the worst:")
     large = sorted((row for row in served if is_large(row)), key=over_copy, reverse=True)
     lines += [_line(row, over_copy(row)) for row in large[:worst]]
     for what, title in kernel_table.DIRECTIONS.items():
-        found = [ratio for ratio, _ in ratios(one_layout, what)]
-        if found:
+        same = [ratio for ratio, _ in ratios(one_layout, what)]
+        if same:
             lines.append(
-                f"one pixel or channel, {title}, {len(found)} shapes on stock's kernels: "
-                f"stock / ours {found[0]:.2f} to {found[-1]:.2f}, "
-                f"median {statistics.median(found):.2f}"
+                f"one pixel or channel, {title}, {len(same)} shapes on stock's kernels: "
+                f"stock / ours {same[0]:.2f} to {same[-1]:.2f}, "
+                f"median {statistics.median(same):.2f}"
             )
     for row in rows:
         for key in ("wrong", "error"):
@@ -222,6 +241,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shapes", type=int, default=400, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=480, help="to stop after")
+    pytorch_kernels.add_argument(parser)
     parser.add_argument("--milliseconds", type=int, default=8, help="of measuring a figure")
     parser.add_argument("--worst", type=int, default=10, help="rows to print of each ranking")
     parser.add_argument("--output", default="", help="name of the results file to write")
@@ -233,12 +253,17 @@ def main(argv: Sequence[str]) -> int:
         "unit": "microseconds, median, cold L2, CUDA graph",
         "seed": arguments.seed,
     }
+    providers = bench.OURS | bench.STOCK
+    if arguments.pytorch:
+        pytorch_kernels.build(arguments.pytorch)
+        head["pytorch"] = pytorch_kernels.source(arguments.pytorch)
+        providers |= bench.CHECKOUT
     begin = time.monotonic()
     rows = sweep(
         arguments.shapes,
         arguments.seed,
         arguments.seconds,
-        lambda case: measure(case, arguments.milliseconds),
+        lambda case: measure(case, arguments.milliseconds, providers=providers),
     )
     found = summary(rows)
     if arguments.output:
