@@ -815,6 +815,21 @@ def test_a_sweep_beside_a_checkout():
     assert ranking.splitlines()[0].split()[0] == "0.95"
 
 
+def test_times_of_a_checkout_are_rendered(tmp_path):
+    rows = [sweep_row(n, 10.0, MB=20.0, copy=9.0) for n in range(4)]
+    for row, times in zip(rows, [(20.0, 9.0), (30.0, 18.0), (70.0, 27.0)], strict=False):
+        row["fwd"][kernel_table.CHECKOUT], row["fwd_bwd"][kernel_table.CHECKOUT] = times
+        row["fwd_bwd"] = row["fwd_bwd"] | {"gn_override": 9.0}
+    not_served = sweep_row(4, 10.0, one_layout=True)
+    not_served["fwd"][kernel_table.CHECKOUT] = 1.0
+    block = "<!-- results: kernels-x -->\n<!-- end results -->"
+    results.write("kernels-x", HEAD | {"rows": [*rows, not_served]}, tmp_path)
+    shown = render_readme.render(block, tmp_path)
+    assert "/ ours: forward 2x to 7x, median 3x; forward and backward 1x to 3x, median 2x." in shown
+    results.write("kernels-x", HEAD | {"rows": rows[3:]}, tmp_path)
+    assert "checkout" not in render_readme.render(block, tmp_path)
+
+
 @pytest.mark.parametrize(("fields", "status"), [({}, 0), ({"wrong": "Y: error"}, 1)])
 def test_sweep_fails_if_a_row_is_wrong(fields, status, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

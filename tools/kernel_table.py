@@ -117,18 +117,13 @@ def losses(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def before_after(before: Sequence[Row], provider: str, after: Sequence[Row]) -> str:
+def before_after(rows: Sequence[Row], before: str) -> str:
     """A Markdown table for PyTorch's reviewers: stock NCHW, and channels-last before and after.
 
-    before   rows with the times of PyTorch's kernels, under the provider's name
-    after    rows of tools/bench.py; every row of both has to have its like in the other
+    before   who stands for PyTorch's kernels before the change; ours are those after it
     """
-    stock = {(row["name"], row["dtype"]): row for row in before}
-    if stock.keys() != {(row["name"], row["dtype"]) for row in after}:
-        raise ValueError("the results before and after are not of the same cases")
     lines = []
-    for row in after:
-        earlier = stock[row["name"], row["dtype"]]
+    for row in rows:
         line = [
             "x".join(map(str, row["shape"])),
             row["dtype"],
@@ -136,7 +131,7 @@ def before_after(before: Sequence[Row], provider: str, after: Sequence[Row]) -> 
             render_readme.number(row["copy"]),
         ]
         for what in DIRECTIONS:
-            old, new = earlier[what][provider], row[what][OURS]
+            old, new = row[what][before], row[what][OURS]
             times = (row[what]["stock_nchw"], old, new)
             line += [*map(render_readme.number, times), f"{old / new:.2f}x"]
         lines.append(line)

@@ -138,6 +138,23 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
     return f"\nOf {len(rows)} rows, slower than stock's better layout: {names}.\n"
 
 
+def _checkout(rows: Sequence[dict[str, Any]]) -> str:
+    """How the kernels of a checkout of PyTorch, if they were run, compare where ours serve."""
+    said = []
+    for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
+        ratios = [
+            row[what]["pytorch"] / row[what]["gn_override"]
+            for row in rows
+            if "pytorch" in row.get(what, ()) and not row.get("one_layout")
+        ]
+        if ratios:
+            shown = (f"{number(f(ratios))}x" for f in (min, max, statistics.median))
+            said.append("{} {} to {}, median {}".format(title, *shown))
+    if not said:
+        return ""
+    return f"\nChannels-last kernels of a PyTorch checkout / ours: {'; '.join(said)}.\n"
+
+
 def kernels(content: dict[str, Any]) -> str:
     """Rows of tools/bench.py; the limits are 1x a copy forward and 2.5x with the backward."""
     rows = []
@@ -432,6 +449,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         else:
             content = json.loads(path.read_text())
             losses = _losses(content["rows"]) if kind in ("kernels", "cpu") else ""
+            losses += _checkout(content["rows"]) if kind in ("kernels", "sweep") else ""
             if match[3]:
                 only = match[3].split(",")
                 missing = set(only) - {row["name"] for row in content["rows"]}

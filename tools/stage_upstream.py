@@ -35,12 +35,12 @@ from codegen.upstream import Rendered, StagingError
 BRANCH = "channels-last-group-norm"
 TEMPLATE = render_readme.ROOT / "aten_patch" / "PR.md"
 
-# Results after the change, and before it by base: the file, and the provider in it.
-AFTER = "kernels-h200"
+KERNELS = "kernels-h200"
+# In its rows, who stands for the kernels before the change, by base.
 BEFORE = {
-    "main": ("stock-2.15-h200", "stock_2_15"),
+    "main": kernel_table.CHECKOUT,
     # That 2.11 makes X contiguous outside of the op, and 2.14 inside, is the same work.
-    "2.14": ("kernels-h200", "stock_channels_last"),
+    "2.14": "stock_channels_last",
 }
 SWEEP = "sweep-h200"
 PARALLEL = "ddp-h200"
@@ -49,27 +49,26 @@ MEASURED_PLANS = render_readme.ROOT / "native" / "plan" / "measured_cuda.h"
 
 def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
     """The text of the pull request, with the measured tables."""
-    file, provider = BEFORE[base]
-    before, after, sweep, parallel = (
-        json.loads((results / f"{name}.json").read_text())
-        for name in (file, AFTER, SWEEP, PARALLEL)
+    kernels, sweep, parallel = (
+        json.loads((results / f"{name}.json").read_text()) for name in (KERNELS, SWEEP, PARALLEL)
     )
-    rows = before["rows"]
-    slower = sweep["summary"]["slower than stock by more than 5%"]
+    before, rows = BEFORE[base], kernels["rows"]
     values = {
-        "before and after": kernel_table.before_after(rows, provider, after["rows"]).strip(),
-        "source of after": render_readme.source(after).strip(),
-        "source of before": before.get("what", ""),
+        "before and after": kernel_table.before_after(rows, before).strip(),
+        "source of kernels": render_readme.source(kernels).strip(),
+        "blob": kernels["pytorch"]["git blob"][:12],
         "source of sweep": render_readme.source(sweep).strip(),
         "beside all-reduce": render_readme.ddp(parallel).strip(),
         "source of beside all-reduce": render_readme.source(parallel).strip(),
         "random shapes": str(sweep["summary"]["served"]),
     }
-    values["measured plans"], values["most without"] = measured_plans(after["rows"])
+    values["measured plans"], values["most without"] = measured_plans(rows)
     for what in kernel_table.DIRECTIONS:
-        values[f"before, {what}"] = kernel_table.over_copy(rows, what, provider)
-        values[f"after, {what}"] = kernel_table.over_copy(after["rows"], what, kernel_table.OURS)
-        values[f"slower, {what}"] = str(slower[what])
+        values[f"before, {what}"] = kernel_table.over_copy(rows, what, before)
+        values[f"after, {what}"] = kernel_table.over_copy(rows, what, kernel_table.OURS)
+        for name, other in {"stock": "stock", "main": "PyTorch's checkout"}.items():
+            slower = sweep["summary"][f"slower than {other} by more than 5%"][what]
+            values[f"slower than {name}, {what}"] = str(slower)
 
     def of_base(block: re.Match[str]) -> str:
         texts = dict(re.findall(r"<!-- base: (\S+) -->\n(.*?)(?=<!-- )", block[0], re.DOTALL))
