@@ -28,13 +28,15 @@ using enum Direction;
 using enum Activation;
 using enum Scheme;
 
-// benchmarks/results/tune-models-*-h200.json.
+// benchmarks/results/tune-models-*-h200.json, tune-unet-*-h200.json.
 inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
     // Stable Diffusion 1.5 and XL
     {kForward, kIdentity, 1, 640, 4096, 32, {kResident, 10, 8, 256}, 0.90},
     {kForward, kIdentity, 1, 640, 16384, 32, {kCooperative, 40, 1, 480}, 0.98},
+    {kForward, kIdentity, 2, 320, 1024, 32, {kResident, 10, 8, 160}, 0.97},
     {kForward, kIdentity, 2, 320, 4096, 32, {kResident, 10, 8, 320}, 0.94},
     {kForward, kIdentity, 2, 320, 16384, 32, {kCooperative, 40, 2, 512}, 0.98},
+    {kForward, kIdentity, 2, 960, 4096, 32, {kCooperative, 30, 2, 256}, 0.98},
     {kForward, kIdentity, 2, 1920, 1024, 32, {kResident, 30, 6, 256}, 0.94},
     {kForward, kIdentity, 4, 960, 1024, 32, {kResident, 30, 6, 256}, 0.95},
     {kForward, kIdentity, 4, 1920, 1024, 32, {kResident, 30, 7, 384}, 0.91},
@@ -48,13 +50,18 @@ inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
     {kForward, kIdentity, 8, 1920, 4096, 32, {kResident, 15, 16, 224}, 0.86},
     {kForward, kSilu, 1, 640, 1024, 32, {kResident, 5, 8, 128}, 0.94},
     {kForward, kSilu, 1, 640, 4096, 32, {kResident, 5, 6, 256}, 0.90},
+    {kForward, kSilu, 2, 320, 1024, 32, {kResident, 5, 8, 128}, 0.97},
+    {kForward, kSilu, 2, 640, 256, 32, {kResident, 20, 8, 160}, 0.97},
+    {kForward, kSilu, 2, 1280, 64, 32, {kRegisters, 0, 0, 160}, 0.97},
     {kForward, kSilu, 4, 640, 4096, 32, {kCooperative, 40, 4, 512}, 0.88},
     {kForward, kSilu, 8, 960, 4096, 32, {kResident, 15, 16, 256}, 0.92},
     {kBackward, kIdentity, 1, 512, 9216, 32, {kCooperative, 16, 1, 384}, 0.92},
     {kBackward, kIdentity, 1, 640, 4096, 32, {kResident, 15, 16, 256}, 0.93},
+    {kBackward, kIdentity, 2, 320, 1024, 32, {kResident, 5, 4, 224}, 0.98},
     {kBackward, kIdentity, 2, 320, 4096, 32, {kResident, 10, 8, 256}, 0.94},
     {kBackward, kIdentity, 2, 512, 16384, 32, {kCooperative, 16, 1, 448}, 0.93},
     {kBackward, kIdentity, 2, 960, 1024, 32, {kResident, 30, 8, 256}, 0.92},
+    {kBackward, kIdentity, 2, 960, 4096, 32, {kCooperative, 30, 2, 256}, 0.98},
     {kBackward, kIdentity, 2, 1280, 256, 32, {kResident, 10, 3, 256}, 0.94},
     {kBackward, kIdentity, 2, 1920, 1024, 32, {kResident, 15, 3, 256}, 0.91},
     {kBackward, kIdentity, 2, 1920, 4096, 32, {kCooperative, 30, 1, 256}, 0.90},
@@ -75,6 +82,8 @@ inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
     {kBackward, kSilu, 2, 320, 1024, 32, {kResident, 5, 8, 320}, 0.91},
     {kBackward, kSilu, 2, 640, 256, 32, {kResident, 5, 6, 224}, 0.93},
     {kBackward, kSilu, 2, 640, 1024, 32, {kResident, 15, 8, 480}, 0.95},
+    {kBackward, kSilu, 2, 960, 1024, 32, {kCooperative, 30, 2, 480}, 0.98},
+    {kBackward, kSilu, 2, 1280, 256, 32, {kResident, 10, 8, 160}, 0.98},
     {kBackward, kSilu, 2, 1920, 256, 32, {kResident, 15, 3, 352}, 0.89},
     {kBackward, kSilu, 2, 2560, 256, 32, {kResident, 10, 3, 480}, 0.96},
     {kBackward, kSilu, 4, 1280, 256, 32, {kResident, 5, 4, 160}, 0.88},
