@@ -27,6 +27,7 @@ That tag and the pass of _inductor_fuse are settings of PyTorch's, which belong 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -65,6 +66,7 @@ _turning = threading.RLock()
 _wanted = True
 
 
+@functools.cache  # gn_override may be reloaded
 def install() -> None:
     """Makes Inductor follow the switch from the first turn() on."""
     if _LOWERINGS in sys.modules:

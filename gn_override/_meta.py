@@ -11,6 +11,7 @@ not ask the switch.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -32,6 +33,7 @@ _DTYPES = (torch.float32, torch.float64, *_HALF)
 _device_types = frozenset(_library.build_info()["backends"])
 
 
+@functools.cache  # torch takes each once, and gn_override may be reloaded
 def install() -> None:
     """Puts the fake implementations in place; they answer from the first follow() on."""
     fake_impls.register_op_impl(_FORWARD)(_fake_forward)

@@ -79,6 +79,17 @@ def test_dir_has_what_is_imported_later(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def test_a_reload_is_another_import(tmp_path):
+    code = (
+        "import importlib, gn_override\n"
+        "gn_override.disable()\n"
+        "importlib.reload(gn_override)\n"
+        "assert gn_override.is_enabled()\n"
+    )
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_every_public_name_is_there_and_no_other():
     for name in gn_override.__all__:
         assert getattr(gn_override, name) is not None
