@@ -295,8 +295,11 @@ def test_measured_plans_are_taken():
         plan = geometry(answer)
         assert answer["rule"] == scheme.lower()
         assert f"measured, and takes {round(100 * float(share))}% of" in answer["reason"]
-        assert plan["columns"] == int(columns)
-        assert plan["samples_per_wave" if scheme == "Cooperative" else "splits"] == int(splits)
+        shared = "samples_per_wave" if scheme == "Cooperative" else "splits"
+        # 0 leaves it to the scheme, which for registers has but one.
+        free = ("0",) if scheme == "Registers" else ()
+        assert columns in (str(plan["columns"]), *free)
+        assert splits in (str(plan[shared]), *free)
         assert scheme == "Cooperative" or plan["threads"] == int(threads)
         assert explain(case, "cuda", backward, dtype="float16", **call)["plan"] == answer["plan"]
         for other in ({"dtype": "float32"}, {"alignment": 8}, {"channels_last": False}):
