@@ -133,11 +133,19 @@ def _taken(
     known = _is_plain(X) and isinstance(num_groups, int) and isinstance(eps, float)
     for argument, value in ((weight, gamma), (bias, beta)):
         known = known and (argument is None or _is_plain(value))
-    if not known:
+    if not known or _changes(beta):
         return False
     if out_dtype == torch.float32:  # autocast casts them
         gamma, beta = (t if t is None else t.float() for t in (gamma, beta))
     return _meta.takes_act(X, num_groups, gamma, beta, out_dtype)
+
+
+def _changes(bias: Tensor | None) -> bool:
+    """Whether the program changes the bias in place, as Dynamo has run it on fake tensors.
+
+    PyTorch's own norm lets it, before backward as well; ours, with an activation, keeps the bias.
+    """
+    return bias is not None and not bias.is_inference() and bias._version > 0
 
 
 def _is_plain(value: Any) -> bool:

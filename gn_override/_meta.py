@@ -324,7 +324,7 @@ def _takes(
         and X.shape[0] == N
         and X.shape[1] == C
         and X.numel() == N * C * HxW
-        and _guard_or_false(X.numel() != 0)
+        and not _guard_or_false(X.numel() == 0)
         and group > 0
         and C % group == 0
         and X.dtype in _DTYPES
