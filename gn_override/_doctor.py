@@ -202,8 +202,12 @@ def _gpus(info: dict[str, Any]) -> Iterator[Check]:
 
 def _switch() -> Check:
     """Whether the import switches on."""
-    if os.environ.get("GN_OVERRIDE") == "0":
+    value = os.environ.get("GN_OVERRIDE", "")
+    if value == "0":
         return Check("switch", False, "GN_OVERRIDE=0 is set, so it is off", "unset GN_OVERRIDE")
+    if value not in ("", "1"):
+        found = f"GN_OVERRIDE={value} is set, which leaves it on"
+        return Check("switch", False, found, "set GN_OVERRIDE=0 to switch it off, or unset it")
     return Check("switch", True, "the import switches on")
 
 
@@ -215,7 +219,7 @@ def _dispatcher(modules: Sequence[str]) -> Iterator[Check]:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 importlib.import_module(module)
-        except Exception as error:  # whatever a package raises
+        except (Exception, SystemExit) as error:  # whatever a package or a script raises
             found = f"import {module}: {type(error).__name__}: {error}"
             yield Check("import", False, found, f"leave out --import {module}, or mend {module}")
     foreign = [o for o in _report.report().owners if o.package not in ("gn_override", "torch")]

@@ -66,6 +66,13 @@ def test_json(capsys, monkeypatch):
     assert wrong["name"] == "switch" and wrong["mend"] == "unset GN_OVERRIDE"
 
 
+@pytest.mark.parametrize(("value", "ok"), [("1", True), ("", True), ("off", False)])
+def test_the_switch_of_the_environment(value, ok, monkeypatch):
+    monkeypatch.setenv("GN_OVERRIDE", value)
+    check = _doctor._switch()
+    assert check.ok is ok and (ok or "GN_OVERRIDE=off" in check.found)
+
+
 # An extension that cannot be loaded: then the import itself fails, and doctor still speaks.
 
 
@@ -289,6 +296,14 @@ def test_another_package_on_top(tmp_path, installed):
 def test_a_module_that_cannot_be_imported():
     first, second = _doctor._dispatcher(["no_such_module"])
     assert not first.ok and "no_such_module" in first.found and first.mend
+    assert second.ok
+
+
+def test_a_script_that_ends_the_process(tmp_path, monkeypatch):
+    (tmp_path / "a_script.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second = _doctor._dispatcher(["a_script"])
+    assert not first.ok and first.found == "import a_script: SystemExit: 3"
     assert second.ok
 
 
