@@ -45,7 +45,7 @@ from test_schemes import CASES as SCHEME_CASES
 from test_schemes import DTYPES as SCHEME_DTYPES
 from test_schemes import PINS, all_pins, assert_same_bits, case_of, pin  # noqa: F401  (a fixture)
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import gn_override
 from gn_override._explain import explain_shape
@@ -613,6 +613,43 @@ def test_functorch(device, layout, activation):
         torch.testing.assert_close(transformed(ours), transformed(theirs))
 
 
+def test_only_what_is_added_wants_a_gradient(device):
+    i = make_inputs(FEW[0], device, torch.float32)
+    added = make_added(i).requires_grad_()
+    assert op_inference(i.X, added, i.groups, i.gamma, i.beta, i.eps, "silu").requires_grad
+
+
+def test_only_what_is_added_has_a_tangent(device):
+    X, gamma, beta = (t.detach() for t in small(device, "channels_last"))
+    added = X[..., 0, 0].contiguous()
+
+    def theirs(t: Tensor) -> Tensor:
+        return F.silu(F.group_norm(X.contiguous() + t[..., None, None], 3, gamma, beta))
+
+    _, tangent = torch.func.jvp(theirs, (added,), (added.cos(),))
+    with forward_ad.dual_level(), torch.no_grad():
+        dual = forward_ad.make_dual(added, added.cos())
+        Y = op_inference(X, dual, 3, gamma, beta, 1e-5, "silu")
+        torch.testing.assert_close(forward_ad.unpack_dual(Y).tangent, tangent)
+
+
+@pytest.mark.parametrize("which", range(3), ids=["X", "weight", "bias"])
+def test_only_one_operand_has_a_tangent(device, which):
+    tensors = [t.detach() for t in small(device, "channels_last")]
+    moved = tensors[which]
+
+    def theirs(t: Tensor) -> Tensor:
+        X, *parameters = [*tensors[:which], t, *tensors[which + 1 :]]
+        return F.silu(F.group_norm(X.contiguous(), 3, *parameters))
+
+    _, tangent = torch.func.jvp(theirs, (moved,), (moved.cos(),))
+    with forward_ad.dual_level():
+        tensors[which] = forward_ad.make_dual(moved, moved.cos())
+        X, *parameters = tensors
+        Y, *_ = op(X, 3, *parameters, 1e-5, "silu")
+        torch.testing.assert_close(forward_ad.unpack_dual(Y).tangent, tangent)
+
+
 def test_second_derivative_of_the_backward_operator_is_an_error(device):
     i = make_inputs(FEW[0], device, torch.float32)
     _, mean, rstd = op(i.X, i.groups, i.gamma, i.beta, i.eps, "silu")
@@ -685,6 +722,34 @@ def test_sparse_inputs_are_refused_as_by_stock(device):
     with pytest.raises(type(theirs.value)) as ours:
         gn_override.functional.group_norm(X, 2, activation="silu")
     assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_parameters_that_are_not_contiguous(device, which):
+    i = make_inputs(FEW[0], device, torch.float32)
+    want = run(i, "silu")
+    field = {"weight": "gamma", "bias": "beta"}[which]
+    strided = getattr(i, field).repeat_interleave(2)[::2]
+    assert_same_bits(run(dataclasses.replace(i, **{field: strided}), "silu"), want)
+
+
+@pytest.mark.parametrize("bias", [torch.ones(3), torch.ones(8).double()], ids=["short", "double"])
+def test_backward_refuses_a_wrong_bias(device, bias):
+    X = lay_out(torch.randn(2, 8, 5, 3, device=device), "channels_last")
+    ones = torch.ones(8, device=device)
+    _, mean, rstd = op(X, 4, ones, ones, 1e-5, "silu")
+    before = calls("group_norm_act_backward", device)[0]
+    with pytest.raises(RuntimeError):
+        op_backward(X, X, mean, rstd, ones, bias.to(device), 4, "silu", [True] * 3)
+    assert calls("group_norm_act_backward", device)[0] == before
+
+
+def test_gradients_of_parameters_that_are_not_there():
+    """They have dY's type, as if there were any; the composite is asked, on X of a CPU."""
+    X, dY = (lay_out(torch.randn(2, 8, 5, 3), "channels_last") for _ in range(2))
+    statistics = torch.ones(2, 2, 4).unbind()
+    gradients = op_backward(dY, X.half(), *statistics, None, None, 4, "silu", [True] * 3)
+    assert [t.dtype for t in gradients] == [torch.half, torch.float, torch.float]
 
 
 def test_switch_does_not_concern_them(device):

@@ -293,6 +293,41 @@ def test_gradgradcheck_of_some_operands(device: str, which: int) -> None:
     assert gradgradcheck(norm_of(tensors), given(tensors))
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["norm", "silu"])
+def test_second_derivatives_of_another_eps(device: str, fused: bool) -> None:
+    """gradgradcheck asks whether they are those of the first ones, not whether both are right."""
+
+    def function(X: Tensor, *parameters: Tensor) -> Tensor:
+        if fused:
+            activated = {"eps": 0.5, "activation": "silu"}
+            return gn_override.functional.group_norm(X, GROUPS, *parameters, **activated)
+        return F.group_norm(X, GROUPS, *parameters, eps=0.5)
+
+    def second(*tensors: Tensor) -> Any:
+        first = torch.autograd.grad(function(*tensors).cos().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(t.square().sum() for t in first), tensors)
+
+    tensors = operands((2, 6, 3, 5), device)
+    torch.testing.assert_close(second(*given(tensors)), stock_on_nchw(second, tensors))
+
+
+@pytest.mark.skipif(not CONDITIONS["STOCK_DROPS_LAYOUT"], reason="autograd is stock's")
+def test_second_derivatives_of_half_with_float_parameters() -> None:
+    """On a CPU, whose stock kernels take them."""
+
+    def second(*tensors: Tensor) -> Any:
+        loss = norm(*tensors).double().cos().sum()
+        first = torch.autograd.grad(loss, tensors, create_graph=True)
+        return torch.autograd.grad(sum(t.double().square().sum() for t in first), tensors)
+
+    X, *parameters = given(operands((2, 6, 3, 5), "cpu", torch.bfloat16))
+    tensors = [X, *(t.detach().float().requires_grad_() for t in parameters)]
+    exact = second(*(t.detach().double().requires_grad_() for t in tensors))
+    for mine, want, operand in zip(second(*tensors), exact, tensors, strict=True):
+        assert mine.dtype == operand.dtype
+        assert (mine - want).abs().max() < 0.1 * want.abs().max()
+
+
 def test_double_backward_where_one_operand_comes_from_another(device: str) -> None:
     """The gradient for X must not run through gamma twice."""
 
@@ -311,6 +346,38 @@ def test_gradients_are_channels_last(device: str, shape: tuple[int, ...]) -> Non
     Y.sum().backward()
     assert is_channels_last(Y) and is_channels_last(X.grad)
     assert taken(device) == (1, 1)
+
+
+def test_six_dimensions_are_stocks(device: str) -> None:
+    X = torch.randn(2, 3, 2, 2, 2, 6, device=device).movedim(-1, 1)
+    Y = norm(X)
+    assert calls(FORWARD, device)[0] == 0
+    with override_off():
+        assert Y.stride() == norm(X).stride()
+
+
+@pytest.mark.parametrize("which", ["mean", "rstd"])
+def test_statistics_that_are_not_contiguous(device: str, which: str) -> None:
+    X, dY = (operands((2, 6, 3, 5), device)[0].detach() for _ in range(2))
+    _, *statistics = aten.native_group_norm(X, None, None, 2, 6, 15, GROUPS, 1e-5)
+
+    def backward() -> tuple[Tensor, ...]:
+        mask = [True] * 3
+        return aten.native_group_norm_backward(dY, X, *statistics, None, 2, 6, 15, GROUPS, mask)
+
+    expected = backward()
+    index = ["mean", "rstd"].index(which)
+    statistics[index] = statistics[index].t().contiguous().t()
+    torch.testing.assert_close(backward(), expected, rtol=0, atol=0)
+    assert taken(device) == (1, 2)
+
+
+@pytest.mark.skipif(not CONDITIONS["STOCK_DROPS_LAYOUT"], reason="autograd is stock's")
+@pytest.mark.parametrize("which", range(3), ids=["X", "weight", "bias"])
+def test_one_operand_is_enough_to_be_recorded(device: str, which: int) -> None:
+    tensors = operands((2, 6, 3, 5), device, requires_grad=False)
+    tensors[which].requires_grad_()
+    assert "ChannelsLastNorm" in norm(*tensors).grad_fn.name()
 
 
 @RANKS
@@ -662,6 +729,18 @@ def test_compile_aot_eager(device: str, dynamic: bool, shape: tuple[int, ...]) -
         )
     assert graphs == 1, "recompiled: a size was taken for a constant"
     assert taken(device) == (2 * len(sizes), 2 * len(sizes))
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_compile_slice_of_a_sequence(device: str, training: bool) -> None:
+    """Of [N, C, L], whose samples are further apart than C L elements."""
+    torch._dynamo.reset()
+    X = torch.randn(4, 7, 12, device=device).transpose(1, 2)[:, :, :5].requires_grad_(training)
+    Y = torch.compile(norm, backend="aot_eager", dynamic=True)(X)
+    torch.testing.assert_close(Y, norm(X))
+    if training:
+        compiled, eager = (torch.autograd.grad(y.cos().sum(), X) for y in (Y, norm(X)))
+        torch.testing.assert_close(compiled, eager)
 
 
 @RANKS

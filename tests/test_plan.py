@@ -7,10 +7,11 @@ last tests compile native/plan without torch and CUDA and compare its answers.
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ PARAMS = {"float32": "float32", "float64": "float64", "float16": "float32", "bfl
 WORKSPACE_FREE = 64 << 20  # bytes of X from which the workspace is bounded ...
 WORKSPACE_SHARE = 0.02  # ... by this share of it
 MAX_GRID = (1 << 31) - 1
-MAX_THREADS = 1024
+# By the kernels' launch bounds.
+MAX_THREADS = {"registers": 640, "resident": 512, "cooperative": 512, "two_pass": 256}
+MAX_CLUSTER = 16
 MAX_SHARED = 232448  # bytes of shared memory that a block of an H200 may ask for
 
 ALL_CASES = KERNEL_CASES + CPU_CASES + MODEL_CASES + EDGE_CASES + EMPTY_CASES + LARGE_CASES
@@ -148,7 +151,7 @@ def assert_covers(answer: dict, case: Case, dtype: str, alignment: int) -> None:
     assert (plan["column_tiles"] - 1) * across < case.C <= plan["column_tiles"] * across
     run = plan["pixels_per_split"]
     assert (plan["splits"] - 1) * run < case.HxW <= plan["splits"] * run
-    assert 1 <= plan["columns"] * plan["rows"] <= plan["threads"] <= MAX_THREADS
+    assert 1 <= plan["columns"] * plan["rows"] <= plan["threads"] <= MAX_THREADS[answer["rule"]]
     assert plan["shared_bytes"] <= MAX_SHARED
     assert 1 <= case.N * plan["column_tiles"] * plan["splits"] <= MAX_GRID
 
@@ -258,6 +261,80 @@ def test_huge_shapes_stay_within_grid_limits(case, backward):
         assert_covers(answer, case, dtype, 16)
 
 
+def random_calls(count: int) -> Iterator[tuple[Case, bool, dict]]:
+    """Calls near the limits of the schemes: a case, whether backward, and options of explain()."""
+    source = random.Random(5)
+    while count:
+        dtype = source.choice(list(SIZES))
+        half = SIZES[dtype] == 2
+        wide = half and source.random() < 0.3
+        mixed = wide or (half and source.random() < 0.2)
+        D = source.choice([1, 2, 3, 4, 6, 8, 10, 16, 20, 32, 40, 64, 96, 128, 256, 512, 1000])
+        G = source.choice([1, 2, 3, 4, 8, 16, 32, 32, 64, 77])
+        N = source.choice([1, 1, 2, 3, 4, 5, 7, 8, 16, 17, 32, 64, 128, 300, 1024])
+        HxW = source.choice([2, 4, 9, 16, 49, 64, 196, 1024, 3136, 16384, source.randint(2, 5000)])
+        if N * D * G * HxW > 1 << 32 or D * G == 1:
+            continue
+        count -= 1
+        options = {
+            "dtype": dtype,
+            "param_dtype": "float32" if mixed else dtype,
+            "wide": wide,
+            "alignment": source.choice([16, 16, 16, 8, 4, 2]),
+            "activation": source.choice(["identity", "silu"]),
+        }
+        yield Case("random", (N, D * G, HxW), G), source.random() < 0.5, options
+
+
+def test_plans_of_random_calls_can_be_launched():
+    """Within launch bounds and cluster sizes, and where blocks wait for each other, all at once."""
+    multiprocessors = int(device_figures("cuda")[1])
+    seen = set()
+    for case, backward, options in random_calls(6000):
+        answer = explain(case, "cuda", backward, **options)
+        rule, plan = answer["rule"], geometry(answer)
+        seen.add((rule, backward))
+        assert_covers(answer, case, options["dtype"], options["alignment"])
+        across, D = plan["vector"] * plan["columns"], case.C // case.G
+        if rule == "registers":
+            assert plan["rows"] * plan["pixels_kept"] >= case.HxW, answer
+            assert across == D and plan["vector"] == 8, answer
+            assert options["param_dtype"] == options["dtype"], answer
+            assert plan["samples_per_wave"] == (case.N if backward else 1), answer
+            assert plan["threads"] >= D, answer  # gamma and beta: one to a thread
+        elif rule == "resident":
+            assert plan["cluster"] <= MAX_CLUSTER, answer
+            assert plan["cluster"] in (plan["splits"], case.N * plan["splits"]), answer
+        elif rule == "cooperative":
+            blocks = plan["samples_per_wave"] * plan["column_tiles"] * plan["splits"]
+            assert blocks <= multiprocessors, answer
+            assert plan["pixels_kept"] >= 4 * (2 if backward else 4), answer  # a thread's ring
+        if rule in ("resident", "cooperative"):
+            assert plan["vector"] * SIZES[options["dtype"]] >= 4, answer
+            assert across % D == 0 or plan["column_tiles"] == 1, answer
+    assert seen == {(rule, backward) for rule in MAX_THREADS for backward in (False, True)}
+
+
+@directions
+def test_limits_of_the_schemes(backward):
+    """What their kernels count in 32 bits."""
+    for shape, groups, rule in (
+        ((1, 1 << 22, 2), 1 << 21, "two_pass"),
+        ((1 << 31, 32, 2), 32, "aten"),
+        ((1, 1 << 30, 2), 1 << 20, "aten"),
+    ):
+        case = Case("limit", shape, groups)
+        assert explain(case, "cuda", backward, dtype="float32")["rule"] == rule, shape
+
+
+def test_sums_of_the_whole_chip_are_small():
+    """Where they would take more than the share that a workspace may have, it is another scheme."""
+    case = Case("sums_of_channels", (300, 2000, 256), 2)
+    options = {"dtype": "float16", "param_dtype": "float32", "wide": True}
+    answer = explain(case, "cuda", True, **options, activation="gelu", alignment=4)
+    assert answer["workspace_bytes"] <= WORKSPACE_SHARE * case.numel * SIZES["float16"], answer
+
+
 @devices
 @directions
 def test_answer_is_complete(device_type, backward):
@@ -302,7 +379,8 @@ def test_measured_plans_are_taken():
         assert splits in (str(plan[shared]), *free)
         assert scheme == "Cooperative" or plan["threads"] == int(threads)
         assert explain(case, "cuda", backward, dtype="float16", **call)["plan"] == answer["plan"]
-        for other in ({"dtype": "float32"}, {"alignment": 8}, {"channels_last": False}):
+        wide = {"param_dtype": "float32", "wide": True}
+        for other in ({"dtype": "float32"}, {"alignment": 8}, {"channels_last": False}, wide):
             assert "measured" not in explain(case, "cuda", backward, **call, **other)["reason"]
 
 
@@ -385,6 +463,7 @@ def test_single_image_fills_the_chip():
         (("cpu", False, 1, 4, 4, 0, "float32", "float32", True, 16), "num_groups"),
         (("cpu", False, -1, 4, 4, 2, "float32", "float32", True, 16), "N"),
         (("cuda", False, 1, 0, 4, 2, "float32", "float32", True, 16), "C"),
+        (("cuda", False, 1, 4, 0, 2, "float32", "float32", True, 16), "HxW > 0"),
         (("cuda", False, 1, 4, 4, 2, "float32", "float32", True, 3), "alignment"),
         (
             ("cuda", False, 1, 4, 4, 2, "float32", "float32", True, 16, "identity", True),
@@ -396,6 +475,11 @@ def test_single_image_fills_the_chip():
 def test_questions_without_an_answer(arguments, text):
     with pytest.raises(ValueError, match=text):
         torch.ops.gn_override.explain_shape(*arguments)
+
+
+def test_a_tensor_without_an_answer():
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        torch.ops.gn_override.explain(torch.randn(8), None, None, 4, False)
 
 
 # --- the planner alone -----------------------------------------------------------------------
@@ -522,6 +606,19 @@ def test_measured_plans_that_a_device_cannot_run(planner):
     )
     assert geometry(measured)["cluster"] == 16 and "was measured" in measured["reason"]
     assert other["rule"] == "cooperative" and "was measured" not in other["reason"]
+
+
+def test_measured_plans_are_of_one_gpu(planner):
+    question = (Case("measured", (2, 320, 64, 64), 32), False, "bfloat16", 16)
+    threads, _, _, *rest = device_figures("cuda")
+    for of_device, measured in (
+        (("132", "90"), True),
+        (("114", "90"), False),
+        (("132", "100"), False),
+    ):
+        figures = [threads, *of_device, *rest]
+        reason = ask(planner, "cuda", [question], figures=figures)[0]["explain"]["reason"]
+        assert ("was measured" in reason) == measured, of_device
 
 
 def test_planner_alone_with_a_wide_output(planner):
