@@ -68,10 +68,10 @@ def build(checkout: Path) -> None:
     flags += [f"-I{path}" for path in includes]
     libraries = [f"-L{Path(torch.__file__).parent / 'lib'}"]
     libraries += [f"-l{name}" for name in ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda")]
-    source = Path(__file__).with_suffix(".cu")
+    unit = str(Path(__file__).with_suffix(".cu"))
     with tempfile.TemporaryDirectory() as folder:
         library = str(Path(folder, "kernels.so"))
-        subprocess.run([compiler, *flags, str(source), *libraries, "-o", library], check=True)
+        subprocess.run([compiler, *flags, unit, *libraries, "-o", library], check=True)
         torch.ops.load_library(library)
 
 
