@@ -83,7 +83,15 @@ def fuse(model: nn.Module) -> Fusion:
 
     Returns:
         The pairs that this call fused, and the norms that are not fused, with the reasons.
+
+    Raises:
+        TypeError: not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"fuse() takes a torch.nn.Module, got {type(model).__name__}; "
+            "of a pipeline, pass each model (pipe.unet, pipe.vae)"
+        )
     names = dict(model.named_modules())
     fused: list[FusedPair] = []
     done: set[nn.Module] = set()

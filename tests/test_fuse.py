@@ -448,6 +448,12 @@ def test_tensors_on_two_devices(where: str) -> None:
 # --- what is fused ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("model", [None, [nn.GroupNorm(2, 4), nn.ReLU()]], ids=["None", "list"])
+def test_fuse_takes_a_module(model: Any) -> None:
+    with pytest.raises(TypeError, match=f"takes a torch.nn.Module, got {type(model).__name__}"):
+        gn_override.fuse(model)
+
+
 @pytest.mark.parametrize("activation", MODULES)
 def test_sequential(device: str, activation: str) -> None:
     act = copy.deepcopy(MODULES[activation])
