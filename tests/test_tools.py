@@ -1042,7 +1042,8 @@ def test_worthy_plans_are_printed_as_rows_of_the_table():
 def test_the_table_has_what_was_measured():
     """Each row is a right plan of the results, and faster than the policy's."""
     measured = set()
-    for file in results.RESULTS.glob("tune-models-*"):
+    files = [file for of in ("models", "unet") for file in results.RESULTS.glob(f"tune-{of}-*")]
+    for file in files:
         content = json.loads(file.read_text())
         for row in content["rows"]:
             assert not row["wrong"]
