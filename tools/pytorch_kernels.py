@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import peers
 import results
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ sys.path.append(str(results.ROOT))
 from codegen.verify import NVCC_FLAGS, find_nvcc
 
 KERNELS = Path("aten", "src", "ATen", "native", "cuda", "group_norm_kernel.cu")
-EPS = 1e-5
 
 
 def source(checkout: Path) -> dict[str, str]:
@@ -79,7 +79,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, X: Tensor, G: int, gamma: Tensor, beta: Tensor) -> Tensor:
         ops = torch.ops.gn_override_pytorch_kernels
-        Y, mean, rstd = ops.forward(X, gamma, beta, G, EPS)
+        Y, mean, rstd = ops.forward(X, gamma, beta, G, peers.EPS)
         ctx.save_for_backward(X, mean, rstd, gamma)
         result: Tensor = Y
         return result

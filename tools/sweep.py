@@ -253,11 +253,10 @@ def main(argv: Sequence[str]) -> int:
         "unit": "microseconds, median, cold L2, CUDA graph",
         "seed": arguments.seed,
     }
-    providers = bench.OURS | bench.STOCK
-    if arguments.pytorch:
-        pytorch_kernels.build(arguments.pytorch)
+    names = (*bench.OURS, *bench.STOCK, *bench.CHECKOUT)
+    providers, _ = bench.providers_here(names, arguments.pytorch)
+    if kernel_table.CHECKOUT in providers:
         head["pytorch"] = pytorch_kernels.source(arguments.pytorch)
-        providers |= bench.CHECKOUT
     begin = time.monotonic()
     rows = sweep(
         arguments.shapes,
