@@ -138,6 +138,7 @@ class Forward:
         if any(isinstance(node, ast.ClassDef) for node in ast.walk(definition)):
             raise Unreadable("defines a class")  # whose names, and rules for names, are others
         _drop_defaults(definition)
+        definition = _Unannotated().visit(definition)
         self._function = function
         if _symbols(self._make(definition, run=None).__code__) != _symbols(function.__code__):
             raise Unreadable("is not what its source says")
@@ -224,6 +225,16 @@ def _drop_defaults(definition: ast.FunctionDef) -> None:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     definition.returns = None
+
+
+class _Unannotated(ast.NodeTransformer):
+    """`h: Tensor = self.norm(x)` as `h = self.norm(x)`: functions do not evaluate annotations."""
+
+    def visit_AnnAssign(self, statement: ast.AnnAssign) -> ast.stmt:
+        if statement.value is None:
+            return statement  # makes the name a variable of the function
+        assign = ast.Assign([statement.target], statement.value)
+        return ast.copy_location(assign, statement)
 
 
 def _names_bound_in(code: CodeType) -> set[str]:

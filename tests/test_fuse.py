@@ -722,6 +722,22 @@ def test_two_variables() -> None:
     check_fused(Net(), image(), pairs=1, calls_made=1)
 
 
+def test_annotated_variables() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(4, 8), nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed: Tensor = self.norm(x)
+            active: Unknown = self.act(normed)  # type: ignore[name-defined] # noqa: F821
+            rest: Tensor
+            rest = self.norm(active)
+            return rest
+
+    check_fused(Net(), image(), pairs=1, calls_made=1)
+
+
 class Selects(nn.Module):
     """A step decides what the next one is, and a norm's arguments read what it replaces."""
 
