@@ -61,6 +61,7 @@ except ImportError:
 # These need the loaded library.
 import gn_override._inductor as _inductor
 import gn_override._meta as _meta
+import gn_override._whole_chip as _whole_chip
 from gn_override._autocast import set_autocast
 from gn_override._inductor import set_inductor
 
@@ -151,5 +152,6 @@ def disabled() -> Iterator[None]:
 
 _meta.install()
 _inductor.install()
+_whole_chip.install()
 if os.environ.get("GN_OVERRIDE", "1") != "0":
     enable()

@@ -29,7 +29,7 @@ from reference import (
 from shapes import EDGE_CASES, LARGE_CASES, Case
 from torch import Tensor, nn
 
-import gn_override  # noqa: F401  (loads the extension and switches on)
+import gn_override
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("poison")]
 
@@ -322,6 +322,46 @@ def test_green_context(how):
     if run.returncode == NO_GREEN_CONTEXTS:
         pytest.skip(run.stdout.strip())
     assert run.returncode == 0, run.stdout
+
+
+# Waits for the flag, for two seconds at most, and says so if that was in vain.
+WAITS = r"""
+extern "C" __global__ void waits(volatile int* flag) {
+  volatile __shared__ char room[40000];
+  room[threadIdx.x] = 0;
+  const long long start = clock64();
+  while (flag[0] == 0 && clock64() - start < 4000000000ll) {
+  }
+  flag[1] = flag[0] == 0;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 512, 128, 128), (1, 128, 512, 512), (4, 1920, 64, 64)], ids=str
+)
+def test_runs_beside_a_kernel_that_waits_for_it(shape, monkeypatch):
+    """Which a launch of the whole chip does not: a process with peers has none (see _whole_chip).
+
+    It would wait for the other kernel to end, as that waits for what comes after the norm.
+    """
+    waits = torch.cuda._compile_kernel(WAITS, "waits")
+    flag = torch.zeros(2, dtype=torch.int32, device="cuda")
+    other = torch.cuda.Stream()
+    inputs = make_inputs(Case("beside", shape, 32), "cuda", torch.bfloat16)
+    plans = [gn_override.explain(inputs.X, 32, backward=way).plan for way in (False, True)]
+    assert any("cooperative" in plan or "cluster=16" in plan for plan in plans)
+    monkeypatch.setenv("GN_OVERRIDE_WHOLE_CHIP", "0")
+    native(inputs)  # kernels are loaded, memory is there
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        waits(grid=(1, 1, 1), block=(32, 1, 1), args=[flag])
+    ours = native(inputs)
+    flag[:1].fill_(1)
+    torch.cuda.synchronize()
+    assert flag.tolist() == [1, 0], "it waited in vain"
+    assert_parity(ours, inputs)
+    assert not any("cooperative" in name for name in torch.ops.gn_override.counters())
 
 
 def test_capture_leaves_no_synchronisation():

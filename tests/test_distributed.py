@@ -68,13 +68,15 @@ def data_parallel(net: nn.Module, device: torch.device) -> nn.Module:
 
 
 def fully_sharded(net: nn.Module, device: torch.device) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh(device.type, (RANKS,))  # else of GPUs, where there are any
     net.to(memory_format=torch.contiguous_format)  # FSDP2 takes no other; images keep theirs
     for module in net:
         if list(module.parameters()):
-            fully_shard(module)
-    return fully_shard(net)
+            fully_shard(module, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
 
 
 WRAPPERS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
@@ -91,6 +93,7 @@ def start(rank: int, where: str, rendezvous: str) -> torch.device:
         torch.cuda.set_device(device)
     backend = "nccl" if where == "cuda" else "gloo"
     dist.init_process_group(backend, f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    assert not torch.ops.gn_override.may_take_whole_chip()
     return device
 
 
@@ -141,6 +144,20 @@ def test_training_in_two_processes(where, wrapper, tmp_path):
     mean = [sum(losses) / RANKS for losses in zip(halves[0][0], halves[1][0], strict=True)]
     torch.testing.assert_close(mean, whole, rtol=1e-5, atol=0)
     assert whole[-1] < whole[0]
+
+
+def test_whole_chip(monkeypatch):
+    """Launches that fill a GPU are for processes without peers, whose kernels could wait for it."""
+    ask = torch.ops.gn_override.may_take_whole_chip
+    assert ask()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for size in (1, 2):
+        monkeypatch.setattr(dist, "get_world_size", lambda size=size: size)
+        assert ask() == (size == 1)
+    monkeypatch.undo()
+    assert ask()
+    monkeypatch.setenv("GN_OVERRIDE_WHOLE_CHIP", "0")
+    assert not ask()
 
 
 def shard_rank(rank: int, where: str, folder: str) -> None:

@@ -490,7 +490,8 @@ DRIVER = r"""
 using namespace gn_override;
 
 // Lines of: device backward dtype param_dtype wide N C HxW G channels_last alignment threads
-// sm_count compute_capability shared_memory_per_block l2_bytes clusters; one answer a line.
+// sm_count compute_capability shared_memory_per_block l2_bytes clusters whole_chip; one answer a
+// line.
 int main() {
   int device, backward, dtype, param_dtype, wide, channels_last;
   Problem p;
@@ -501,6 +502,7 @@ int main() {
     for (size_t size = 1; size < d.clusters.size(); ++size) {
       std::cin >> d.clusters[size];
     }
+    std::cin >> d.whole_chip;
     p.device = static_cast<DeviceType>(device);
     p.direction = static_cast<Direction>(backward);
     p.dtype = static_cast<DType>(dtype);
@@ -602,10 +604,42 @@ def test_measured_plans_that_a_device_cannot_run(planner):
     figures = device_figures("cuda")
     measured, other = (
         ask(planner, "cuda", [question], figures=of_device)[0]["explain"]
-        for of_device in (figures, [*figures[:-8], *8 * ["0"]])
+        for of_device in (figures, [*figures[:-9], *8 * ["0"], figures[-1]])
     )
     assert geometry(measured)["cluster"] == 16 and "was measured" in measured["reason"]
     assert other["rule"] == "cooperative" and "was measured" not in other["reason"]
+
+
+def test_plans_that_leave_room_for_others(planner):
+    """Without the whole chip: small clusters, where PyTorch's own kernels would run as well."""
+    questions = [
+        (case, backward, dtype, 16)
+        for case in ALL_CASES
+        if case.N > 0 and not case.one_layout
+        for backward in (False, True)
+        for dtype in SIZES
+    ]
+    figures = device_figures("cuda")
+    assert figures[-1] == "1"
+    whole, part = (
+        [
+            answer["explain"]
+            for answer in ask(planner, "cuda", questions, figures=[*figures[:-1], share])
+        ]
+        for share in "10"
+    )
+    schemes = {answer["rule"] for answer in part}
+    assert schemes == {answer["rule"] for answer in whole} - {"cooperative"}
+    sizes = {answer["rule"]: set() for answer in part + whole}
+    for answer in part:
+        sizes[answer["rule"]].add(geometry(answer).get("cluster", 1))
+    assert max(sizes["resident"]) == 8
+    for answer, other in zip(whole, part, strict=True):
+        took = answer["rule"] == "cooperative" or geometry(answer).get("cluster", 1) > 8
+        assert took or answer["plan"] == other["plan"], (answer, other)
+        if answer["rule"] == "cooperative" and other["rule"] == "two_pass":
+            failed = {rule["rule"]: rule["failed"] for rule in other["declined"]}
+            assert "no other's kernels wait for it" in failed["cooperative"][0]
 
 
 def test_measured_plans_are_of_one_gpu(planner):

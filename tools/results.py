@@ -17,6 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+# What changes the kernels that are measured.
+ENVIRONMENT = ("GN_OVERRIDE_WHOLE_CHIP",)
 
 
 def _output_of(*command: str) -> str | None:
@@ -37,8 +39,8 @@ def commit() -> str:
 
 
 def command() -> str:
-    """The command line, without the machine's folders: those that files are written to are left
-    out, and that of a checkout has a name."""
+    """The command line, with what the environment says of launches, and without the machine's
+    folders: those that files are written to are left out, and that of a checkout has a name."""
     script = Path(sys.argv[0]).resolve()
     inside = script.is_relative_to(ROOT)
     words = [str(script.relative_to(ROOT)) if inside else sys.argv[0], *sys.argv[1:]]
@@ -48,7 +50,8 @@ def command() -> str:
             del words[at : at + 2]
     if "--pytorch" in words:
         words[words.index("--pytorch") + 1] = "CHECKOUT"
-    return shlex.join(["python", *words])
+    environment = [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
+    return shlex.join([*environment, "python", *words])
 
 
 def merged(

@@ -74,6 +74,35 @@ class TestNNDeviceType(TestCase):
             self._check_GroupNorm_channels_last(input, groups, grad)
 
     @onlyCUDA
+    def test_GroupNorm_channels_last_kernels(self, device):
+        if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+            self.skipTest("channels-last tensors have other kernels here")
+        if not torch.autograd.kineto_available():
+            self.skipTest("needs Kineto, which sees kernels by name")
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        # a kernel of each scheme, forward and backward
+        forward = ("registers_forward", "resident_forward", "combine_statistics")
+        backward = ("registers_backward", "resident_backward", "gradient_sums")
+        for shape, groups in [
+            ((2, 64, 16, 16), 8),
+            ((2, 320, 32, 32), 32),
+            ((2, 9, 5, 5), 9),
+        ]:
+            input = torch.randn(shape, device=device).bfloat16()
+            input = input.contiguous(memory_format=torch.channels_last).requires_grad_()
+            with torch.profiler.profile(activities=activities) as profile:
+                output = F.group_norm(input, groups)
+                output.backward(output)
+                torch.cuda.synchronize()
+            for kernels in (forward, backward):
+                found = [
+                    e.name
+                    for e in profile.events()
+                    if any(k in e.name for k in kernels)
+                ]
+                self.assertEqual(len(found), 1, msg=f"{shape}: {kernels} in {found}")
+
+    @onlyCUDA
     @dtypes(torch.float, torch.half)
     def test_GroupNorm_channels_last_large_mean(self, device, dtype):
         # The deviation is small against the mean: sums of squares would cancel.
@@ -149,6 +178,11 @@ class TestNNDeviceType(TestCase):
 
     @onlyCUDA
     def test_GroupNorm_channels_last_in_cuda_graph(self, device):
+        from torch.testing._internal.common_utils import TEST_CUDA_GRAPH
+
+        if not TEST_CUDA_GRAPH:
+            self.skipTest("needs CUDA graphs")
+
         def run(leaves, grad):
             output = F.group_norm(leaves[0], 32, *leaves[1:])
             return (output.detach(), *torch.autograd.grad(output, leaves, grad))

@@ -85,8 +85,10 @@ PlanningDevice planning_device(DeviceType type) {
     return {cpu_device(), "this CPU"};
   }
 #if GN_OVERRIDE_WITH_CUDA
-  if (const Device* device = current_cuda_device()) {
-    return {*device, "the current GPU"};
+  if (const Device* current = current_cuda_device()) {
+    Device device = *current;
+    device.whole_chip = device.whole_chip && may_take_whole_chip();
+    return {device, "the current GPU"};
   }
 #endif
   return {kH200, "an H200 (no GPU here)"};
@@ -284,6 +286,7 @@ TORCH_LIBRARY(gn_override, m) {
       "str",
       explain_shape);
   m.def("build_info() -> str", build_info);
+  m.def("may_take_whole_chip() -> bool"); // implemented in Python
   m.def(
       "set_cpu_instruction_set(str name) -> bool", set_cpu_instruction_set_op);
 #if GN_OVERRIDE_WITH_CUDA

@@ -1,7 +1,9 @@
 // aten's CUDA key.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/native_group_norm_backward_cuda_dispatch.h>
 #include <ATen/ops/native_group_norm_cuda_dispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -50,6 +52,17 @@ void pin_plans(const Pins& pins) {
   }
 }
 
+bool may_take_whole_chip() {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("gn_override::may_take_whole_chip", "")
+          .typed<bool()>();
+  // No mode or transform that is under way sees a question of ours.
+  const c10::impl::ExcludeDispatchKeyGuard guard(
+      c10::DispatchKeySet(c10::DispatchKeySet::FULL));
+  return op.call();
+}
+
 const Device* current_cuda_device() {
   return c10::cuda::device_count() > 0
       ? &cuda_device(c10::cuda::current_device())
@@ -66,15 +79,16 @@ struct CUDABackend {
     c10::cuda::CUDAGuard guard;
   };
 
-  // A part of the device is left to two passes, which run anywhere.
   static const Plan& plan(const Problem& problem, const at::Tensor& X) {
     const Device& device = cuda_device(X.device().index());
     const Plan& plan = cached_plan(problem, device);
-    if (has_room(plan, c10::cuda::getCurrentCUDAStream(X.device().index()))) {
+    if (!takes_whole_chip(plan) ||
+        (may_take_whole_chip() &&
+         has_whole_chip(c10::cuda::getCurrentCUDAStream(X.device().index())))) {
       return plan;
     }
     Device part = device;
-    part.pins = {.scheme = Scheme::kTwoPass};
+    part.whole_chip = false;
     return cached_plan(problem, part);
   }
 

@@ -14,6 +14,8 @@ const Device& cuda_device(int index);
 void pin_plans(const Pins& pins);
 // The current device's, or null where there is no GPU or driver.
 const Device* current_cuda_device();
+// Device::whole_chip as far as other processes go: gn_override/_whole_chip.py.
+bool may_take_whole_chip();
 #endif
 
 } // namespace gn_override::binding

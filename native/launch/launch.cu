@@ -87,15 +87,17 @@ cudaError_t count_clusters(int shared_bytes, ClusterCounts& clusters) {
 using GetGreenContext = int (*)(cudaStream_t stream, void** context);
 
 GetGreenContext find_get_green_context() {
-  constexpr int kFirstVersion = 12040;
+  constexpr const char* kName = "cuStreamGetGreenCtx";
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  constexpr int kFirstVersion = 12040;
   const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuStreamGetGreenCtx",
-      &function,
-      kFirstVersion,
-      cudaEnableDefault,
-      &result);
+      kName, &function, kFirstVersion, cudaEnableDefault, &result);
+#else
+  const cudaError_t error =
+      cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &result);
+#endif
   if (error != cudaSuccess) {
     cudaGetLastError(); // is not for whoever asks next
     return nullptr;
@@ -107,12 +109,7 @@ GetGreenContext find_get_green_context() {
 
 } // namespace
 
-bool has_room(const Plan& plan, cudaStream_t stream) {
-  constexpr int kMostOfAnyCluster = 8;
-  if (plan.scheme != Scheme::kCooperative &&
-      plan.cluster <= kMostOfAnyCluster) {
-    return true;
-  }
+bool has_whole_chip(cudaStream_t stream) {
   static const GetGreenContext get = find_get_green_context();
   void* context = nullptr;
   return get == nullptr || get(stream, &context) != 0 || context == nullptr;
@@ -124,6 +121,7 @@ cudaError_t describe_device(Device& device) {
   int minor_capability = 0;
   int shared_bytes = 0;
   int l2_bytes = 0;
+  int cooperative = 0;
   cudaError_t error = cudaGetDevice(&index);
   const auto get = [&](int& value, cudaDeviceAttr attribute) {
     if (error == cudaSuccess) {
@@ -135,6 +133,7 @@ cudaError_t describe_device(Device& device) {
   get(minor_capability, cudaDevAttrComputeCapabilityMinor);
   get(shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   get(l2_bytes, cudaDevAttrL2CacheSize);
+  get(cooperative, cudaDevAttrCooperativeLaunch);
   cudaFuncAttributes code;
   if (error == cudaSuccess) {
     error = cudaFuncGetAttributes(&code, occupy);
@@ -145,6 +144,7 @@ cudaError_t describe_device(Device& device) {
         std::min(10 * major_capability + minor_capability, code.ptxVersion);
     device.shared_memory_per_block = shared_bytes;
     device.l2_bytes = l2_bytes;
+    device.whole_chip = cooperative != 0;
     device.clusters = {};
     device.clusters[1] = device.sm_count;
     if (device.compute_capability >= kClusterCode) {

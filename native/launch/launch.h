@@ -21,11 +21,10 @@ cudaError_t launch_backward(
     const BackwardArguments& arguments,
     cudaStream_t stream);
 
-// Whether the stream has all the multiprocessors that the plan counts on. That
-// of a green context has a part of its device's: CUDA refuses clusters of more
-// than eight blocks there, and blocks that wait for the whole chip, but for a
-// graph that captures them, whose replay would wait for ever.
-bool has_room(const Plan& plan, cudaStream_t stream);
+// Whether the stream has all multiprocessors. That of a green context has a
+// part of its device's: CUDA refuses plans there that take the whole chip, but
+// for a graph that captures them, whose replay would wait for ever.
+bool has_whole_chip(cudaStream_t stream);
 
 // Figures of the current device: all of Device but pins and threads.
 cudaError_t describe_device(Device& device);

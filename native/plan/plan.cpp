@@ -148,7 +148,7 @@ std::string to_string(const Device& device) {
   for (size_t size = 1; size < device.clusters.size(); ++size) {
     out += (size == 1 ? "" : ",") + std::to_string(device.clusters[size]);
   }
-  return out;
+  return out + " whole_chip=" + std::to_string(device.whole_chip);
 }
 
 std::string to_string(const Plan& plan) {

@@ -52,6 +52,15 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 
+// Blocks of a cluster that find room in any part of a device.
+constexpr int kMostOfAnyCluster = 8;
+
+// Whether the plan is one for Device::whole_chip alone.
+constexpr bool takes_whole_chip(const Plan& plan) {
+  return plan.scheme == Scheme::kCooperative ||
+      plan.cluster > kMostOfAnyCluster;
+}
+
 // One requirement of a rule; `text` completes "needs ...".
 struct Condition {
   const char* text;

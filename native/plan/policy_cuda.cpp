@@ -282,7 +282,8 @@ Candidate resident_candidate(
   plan = slices(problem, Scheme::kResident, columns, splits, threads);
   const int64_t cluster = splits * samples;
   if (plan.threads > kMostThreads || plan.splits != splits ||
-      cluster >= std::ssize(device.clusters) || device.clusters[cluster] == 0) {
+      cluster >= std::ssize(device.clusters) || device.clusters[cluster] == 0 ||
+      (cluster > kMostOfAnyCluster && !device.whole_chip)) {
     return result;
   }
   plan.cluster = static_cast<int>(cluster);
@@ -484,7 +485,7 @@ Candidate cooperative_candidate(
 
 Candidate best_cooperative(const Problem& problem, const Device& device) {
   Candidate best;
-  if (!can_keep(problem)) {
+  if (!device.whole_chip || !can_keep(problem)) {
     return best;
   }
   for_each_slice(problem, device, [&](int columns) {
@@ -702,6 +703,10 @@ constexpr Condition kCanKeep{
       return problem.N > 0 && can_keep(problem);
     }};
 
+constexpr Condition kWholeChip{
+    "a GPU that this process may fill: no other's kernels wait for it",
+    [](const Problem&, const Device& device) { return device.whole_chip; }};
+
 constexpr int64_t kMostKeptChannels =
     std::numeric_limits<int>::max() / kMostThreads;
 static_assert(kMostKeptChannels == 4194303, "which the condition's text names");
@@ -747,6 +752,15 @@ constexpr std::array kResidentConditions{
     kCanKeep,
     kNarrowPixels,
 };
+constexpr std::array kCooperativeConditions{
+    kChannelsLast,
+    kNotEmpty,
+    kFitsGrid,
+    kCudaDevice,
+    kCanKeep,
+    kNarrowPixels,
+    kWholeChip,
+};
 constexpr std::array kTwoPassConditions{
     kChannelsLast,
     kNotEmpty,
@@ -771,7 +785,7 @@ const std::array kRules{
         "1.1 times a copy forward)"},
     Rule{
         "cooperative",
-        kResidentConditions,
+        kCooperativeConditions,
         plan_fastest<Scheme::kCooperative>,
         "slices too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "

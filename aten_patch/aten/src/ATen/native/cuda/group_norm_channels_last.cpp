@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAMacros.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/CallOnce.h>
+#include <c10/util/env.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -34,12 +35,25 @@ using namespace group_norm_nhwc;
 // are empty (see is_served() in group_norm/kernels/reduce.cuh).
 constexpr int kLeastComputeCapability = 80;
 
+// A launch of all multiprocessors waits for the kernels of other streams to
+// end. It would for ever where one of these waits for what comes after it, as a
+// kernel that receives from another process may. Who has none of those may ask
+// for such launches, which are the fastest for large samples.
+bool may_take_whole_chip() {
+  static const bool asked =
+      c10::utils::check_env("TORCH_GROUP_NORM_WHOLE_CHIP").value_or(false);
+  return asked;
+}
+
 const Device& current_device() {
   static std::array<c10::once_flag, C10_COMPILE_TIME_MAX_GPUS> once;
   static std::array<Device, C10_COMPILE_TIME_MAX_GPUS> devices;
   const auto index = c10::cuda::current_device();
-  c10::call_once(
-      once[index], [&] { C10_CUDA_CHECK(describe_device(devices[index])); });
+  c10::call_once(once[index], [&] {
+    Device& device = devices[index];
+    C10_CUDA_CHECK(describe_device(device));
+    device.whole_chip = device.whole_chip && may_take_whole_chip();
+  });
   return devices[index];
 }
 
@@ -136,7 +150,8 @@ const Plan* plan_of(const Problem& problem) {
   }
   const Plan& plan = cached_plan(problem, device);
   return plan.scheme == Scheme::kNone ||
-          !has_room(plan, c10::cuda::getCurrentCUDAStream())
+          (takes_whole_chip(plan) &&
+           !has_whole_chip(c10::cuda::getCurrentCUDAStream()))
       ? nullptr
       : &plan;
 }

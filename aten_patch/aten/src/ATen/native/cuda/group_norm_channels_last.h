@@ -19,8 +19,9 @@ namespace native {
 //     another dtype than X;
 //   * the arguments do not fit together: those kernels raise the errors;
 //   * the device is older than compute capability 8.0;
-//   * the current stream is that of a green context, with too few of the
-//     device's multiprocessors.
+//   * the plan takes the whole chip, which TORCH_GROUP_NORM_WHOLE_CHIP=1 in the
+//     environment allows, and the current stream is that of a green context,
+//     with a part of it.
 // Layouts: X, Y, dY, dX are [N, HxW, C] in memory; mean, rstd [N, group];
 // gamma, beta, dgamma, dbeta [C]. Sums are kept in float, or in double for
 // double tensors. Offsets are 64-bit.
