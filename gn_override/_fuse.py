@@ -108,7 +108,7 @@ def fuse(model: nn.Module) -> Fusion:
                 if is_parametrized(caller):  # to be undone, it must be the last subclass
                     raise _forward.Unreadable("belongs to a module with parametrizations")
                 kind = _unfused(type(caller))
-                caller.__class__ = _fused_class(kind, kind.forward, parts)
+                caller.__class__ = _fused_class(kind, kind.forward, parts | before)
         except _forward.Unreadable as why:
             reason = f"{_unfused(type(caller)).__name__}.forward {why}"
             for norm in (caller, *caller.children()):
@@ -299,7 +299,7 @@ class _Fused:
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = type(self)
         reduced: Any = super().__reduce_ex__(max(2, protocol))
-        if _owner(made) is not made or not isinstance(reduced, tuple):
+        if "_fused_from" not in vars(made) or not isinstance(reduced, tuple):
             return reduced
         kind, parts = _unfused(made), vars(made)["_fused_parts"]
         make, arguments, *rest = reduced

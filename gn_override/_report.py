@@ -161,7 +161,7 @@ def _owners(op: str) -> list[Owner]:
 def _package(where: str) -> str:
     """The package that a registration at file:line belongs to."""
     path = where.replace("\\", "/")
-    if _OURS.search(path) or path.startswith(str(Path(__file__).parent)):
+    if _OURS.search(path) or path.startswith(f"{Path(__file__).parent.as_posix()}/"):
         return "gn_override"
     if _TORCH.search(path):
         return "torch"

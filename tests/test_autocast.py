@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -654,6 +655,31 @@ def test_pass_on_what_is_recorded(fake, cuda_autocast, mode, activation, made, l
     assert [call.args[5:] for call in calls] == ([made] if layout == "channels_last" else [])
     kept = activation is not None and layout == "nchw"
     assert any(node.target is activation for node in graph.nodes) == kept
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    "dtypes, inside, made",
+    [
+        ({"param_dtype": torch.float16}, True, [("identity", torch.float32)]),
+        ({"param_dtype": torch.float16}, False, []),
+        ({"dtype": torch.float32}, True, []),
+    ],
+    ids=["half parameters", "outside", "float32"],
+)
+def test_pass_takes_what_autocast_casts(fake, cuda_autocast, dtypes, inside, made):
+    operands = fakes(**dtypes)
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder("t") for _ in operands]
+    with cuda_autocast() if inside else nullcontext():
+        Y = norm(*operands)
+    node = graph.call_function(F.group_norm, (nodes[0], GROUPS, *nodes[1:]))
+    for recorded, value in zip((*nodes, node), (*operands, Y), strict=True):
+        recorded.meta["example_value"] = value
+    graph.output(node)
+    inductor_config.pre_grad_custom_pass(graph)
+    calls = [node for node in graph.nodes if node.target is op.default]
+    assert [call.args[5:] for call in calls] == made
 
 
 def test_compiled_operator(device):

@@ -374,7 +374,11 @@ def test_off_puts_the_tables_back() -> None:
         "assert len(sys.meta_path) == hooks - 1\n"
         "from torch._inductor.decomposition import decompositions\n"
         "entry = decompositions[torch.ops.aten.native_group_norm.default]\n"
-        "assert type(entry).__module__ == 'gn_override._inductor'\n",
+        "assert type(entry).__module__ == 'gn_override._inductor'\n"
+        "from torch._inductor import config\n"
+        "assert config.pre_grad_custom_pass.active()\n"
+        "gn_override.disable()\n"
+        "assert config.pre_grad_custom_pass is None\n",
     ],
     ids=["Inductor first", "Inductor later"],
 )
@@ -634,10 +638,14 @@ class AtenOnly(torch.Tensor):
         return tree_map_only(Tensor, AtenOnly, function(*args, **kwargs))
 
 
-def test_subclasses_of_tensors_keep_stocks() -> None:
+@pytest.mark.parametrize("which", [(0, 1, 2), (0,), (1,), (2,)], ids=str)
+def test_subclasses_of_tensors_keep_stocks(which: tuple[int, ...]) -> None:
     tensors = [t.detach() for t in operands((2, 6, 7, 5), "cpu")]
-    actual = compiled(norm_silu)(*map(AtenOnly, tensors))
-    torch.testing.assert_close(actual.inner, norm_silu(*tensors), check_stride=True)
+    expected = norm_silu(*tensors)
+    for i in which:
+        tensors[i] = AtenOnly(tensors[i])
+    actual = compiled(norm_silu)(*tensors)
+    torch.testing.assert_close(actual.inner, expected, check_stride=True)
 
 
 def test_what_other_processes_load_keeps_stocks() -> None:

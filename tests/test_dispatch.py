@@ -808,6 +808,25 @@ def facts(outputs: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("which", ["six dimensions", "float bias alone"])
+def test_fake_results_on_a_cpu(which):
+    if which == "six dimensions":
+        X = torch.randn(2, 3, 2, 2, 2, 6).movedim(-1, 1)
+        sizes, beta = (2, 6, 24, 3), None
+    else:
+        X = lay_out(torch.randn(2, 6, 3, 5).bfloat16(), "channels_last")
+        sizes, beta = (2, 6, 15, 3), torch.randn(6)
+    mask = [True, False, True]
+    real = aten.native_group_norm(X, None, beta, *sizes, 1e-5)
+    real += aten.native_group_norm_backward(X, X, *real[1:], None, *sizes, mask)
+    mode = FakeTensorMode()
+    x, b, *stats = (t if t is None else mode.from_tensor(t) for t in (X, beta, *real[1:3]))
+    with mode:
+        fake = aten.native_group_norm(x, None, b, *sizes, 1e-5)
+        fake += aten.native_group_norm_backward(x, x, *stats, None, *sizes, mask)
+    assert facts(fake) == facts(real)
+
+
 def served_layouts(shape: tuple[int, ...]) -> list[str]:
     return ["channels_last", "unaligned"] + (["sliced"] if len(shape) > 3 else [])
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import io
+import linecache
 import pickle
+import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,7 +26,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gn_override
-from gn_override import FusedPair, Fusion, SkippedNorm, _activations, _calls, _forward
+from gn_override import FusedPair, Fusion, SkippedNorm, _activations, _calls, _forward, _fuse
+
+if TYPE_CHECKING:
+    from nowhere import Missing  # type: ignore[import-not-found]
 
 FORWARD, BACKWARD = FUSED
 
@@ -937,6 +944,41 @@ class PrivateInside(Calls):
         return torch.stack([h * self.__scales[i] for i in range(2)])
 
 
+class Residual(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = self.act(h) + h
+        return h
+
+
+class ResidualAtTheEnd(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.act(h) + h
+
+
+class Evaluates(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        h: Tensor = self.act(n)
+        return h + eval("n")
+
+
+class Executes(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        h: Tensor = self.act(n)
+        exec("n.add_(1)")
+        return h
+
+
+class LooksAtVars(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        h: Tensor = self.act(n)
+        return h + vars()["n"]
+
+
 class LooksAtItsVariables(Calls):
     def forward(self, x: Tensor) -> Tensor:
         n = self.norm(x)
@@ -978,9 +1020,14 @@ def without_source() -> nn.Module:
         (OtherFunction, NO_ACTIVATION),
         (Shadowed, NO_ACTIVATION),
         (BoundInside, NO_ACTIVATION),
+        (Residual, NO_ACTIVATION),
+        (ResidualAtTheEnd, NO_ACTIVATION),
         (Private, "Private.forward is not what its source says"),
         (PrivateInside, "PrivateInside.forward is not what its source says"),
         (LooksAtItsVariables, "LooksAtItsVariables.forward asks for its variables by name"),
+        (Evaluates, "Evaluates.forward asks for its variables by name"),
+        (Executes, "Executes.forward asks for its variables by name"),
+        (LooksAtVars, "LooksAtVars.forward asks for its variables by name"),
         (wrapped, "Wrapped.forward is decorated, or no plain function"),
         (closure, "Closure.forward is a closure"),
         (DefinesAClass, "DefinesAClass.forward defines a class"),
@@ -989,6 +1036,166 @@ def without_source() -> nn.Module:
 )
 def test_left(build: Callable[[], nn.Module], reason: str) -> None:
     assert check_left(build(), image()) == (SkippedNorm("norm", reason),)
+
+
+class ActivatedNorm(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.act(self.norm(x))
+        return h
+
+
+class Scaled(Calls):
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        h: Tensor = self.act(self.norm(x * by))
+        return h
+
+
+class InAContext(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            h: Tensor = self.norm(x)
+            h = self.act(h)
+        return h
+
+
+class InAnElif(Calls):
+    def forward(self, x: Tensor, scale: int = 0) -> Tensor:
+        if scale > 1:
+            h = x * scale
+        elif scale == 0:
+            h = self.norm(x)
+        else:
+            h = -x
+        h = self.act(h)
+        return h
+
+
+class SecondArgument(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plus(x, self.act(self.norm(x)))
+
+    def plus(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class AnnotatedArgument(Calls):
+    def forward(self, x: Missing) -> Tensor:
+        h: Tensor = self.act(self.norm(x))
+        return h
+
+
+class AnnotatedResult(Calls):
+    def forward(self, x: Tensor) -> Missing:
+        return self.act(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    "kind", [InAContext, InAnElif, SecondArgument, AnnotatedArgument, AnnotatedResult]
+)
+def test_taken(kind: type[Calls]) -> None:
+    check_fused(kind(), image(), pairs=1, calls_made=1)
+
+
+def test_only_sums_are_added() -> None:
+    check_fused(Scaled(), image(), torch.randn(2, 8, 1, 1), pairs=1, calls_made=1)
+
+
+def test_pair_in_a_parameter() -> None:
+    class Net(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.relu(F.group_norm(x, 4, self.act(self.norm(x)).mean((0, 2, 3))))
+
+    assert [pair.norm for pair in gn_override.fuse(Net()).fused] == ["norm"]
+
+
+class Asks(Calls):
+    asked = 0
+
+    def ready(self) -> bool:
+        self.asked += 1
+        return self.asked > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ready():
+            h: Tensor = self.act(self.norm(x))
+            return h
+        return x
+
+
+def test_methods_are_not_asked() -> None:
+    """What a test calls may answer otherwise later, or change the module."""
+    model = Asks()
+    assert len(gn_override.fuse(model).fused) == 1
+    assert model.asked == 0
+
+
+def test_subclass_of_identity() -> None:
+    class Doubles(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    check_left(nn.Sequential(nn.GroupNorm(4, 8), Doubles(), nn.ReLU()), image())
+
+
+def test_reasons_of_a_norm_with_a_forward() -> None:
+    class DecoratedNorm(NormAct):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    for model, reason in (
+        (nn.Sequential(DecoratedNorm()), "forward is decorated, or no plain function"),
+        (nn.Sequential(DecoratedNorm(), nn.ReLU()), "is a GroupNorm with a forward of its own"),
+    ):
+        (skipped,) = gn_override.fuse(model).skipped
+        assert skipped.norm == "0" and skipped.reason.startswith("DecoratedNorm")
+        assert skipped.reason.endswith(reason)
+
+
+SOURCE = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(4, 8), nn.ReLU()
+    def forward(self, x):
+        return self.act(self.norm(x)) * 2
+"""
+
+
+def imported(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[nn.Module, Path]:
+    """The model of SOURCE, in a file of that name."""
+    patch.syspath_prepend(folder)
+    path = folder / f"{name}.py"
+    path.write_text(SOURCE)
+    model: nn.Module = importlib.import_module(name).Net()
+    return model, path
+
+
+@pytest.mark.parametrize("number, change", [*enumerate([("2", "30"), ("2", "2.0"), ("x)", "y)")])])
+def test_source_that_changes_on_disk(
+    number: int, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs is what was imported."""
+    model, path = imported(f"edited{number}", tmp_path, monkeypatch)
+    path.write_text(SOURCE.replace(*change))
+    (skipped,) = check_left(model, image())
+    assert skipped.reason == "Net.forward is not what its source says"
+
+
+def test_loads_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused model, where the source of its class is not: it runs as it was written."""
+    model, path = imported("gone", tmp_path, monkeypatch)
+    gn_override.fuse(model)
+    X, data = image(), pickle.dumps(model)
+    expected = model(X)
+    for remembered in (_fuse._fused_class, _forward.read):
+        remembered.cache_clear()
+    path.unlink()
+    linecache.clearcache()
+    again = pickle.loads(data)
+    assert type(again) is sys.modules["gone"].Net
+    torch.testing.assert_close(again(X), expected)
 
 
 def test_decorated() -> None:
@@ -1136,9 +1343,74 @@ def test_a_class_of_ones_own_on_top() -> None:
 
     model.__class__ = Mine
     expected = model(X)
+    again = copy.deepcopy(model)
+    assert type(again) is Mine and torch.equal(again(X), expected)
     assert len(gn_override.fuse(model).fused) == 1
     torch.testing.assert_close(model(X), expected)
     assert isinstance(model, Mine) and takes(model) == 1
+
+
+def test_an_empty_class_on_top_is_copied() -> None:
+    model, X = NormedConv(), image()
+    gn_override.fuse(model)
+
+    class Mine(type(model)):  # type: ignore[misc]
+        pass
+
+    model.__class__ = Mine
+    again = copy.deepcopy(model)
+    assert type(again) is Mine and torch.equal(again(X), model(X)) and takes(again) == 1
+
+
+class Singleton(ActivatedNorm):
+    def __reduce__(self) -> str:
+        return "SINGLETON"
+
+
+SINGLETON = Singleton()
+
+
+def test_copies_of_what_is_no_copy() -> None:
+    class Exports(ActivatedNorm):
+        def __reduce__(self) -> Any:
+            return nn.Identity, ()
+
+    exports = Exports()
+    for model in (SINGLETON, exports):
+        assert len(gn_override.fuse(model).fused) == 1
+    assert copy.deepcopy(SINGLETON) is SINGLETON
+    assert type(copy.deepcopy(exports)) is nn.Identity
+
+
+def test_fused_stays_fused() -> None:
+    """Also where a hook stands in the way for the time of another fuse()."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.GroupNorm(4, 8), nn.ReLU()
+            self.other, self.last = nn.GroupNorm(2, 8), nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.other(self.act(self.norm(x))))
+
+    model = Net()
+    assert len(gn_override.fuse(model).fused) == 1
+    handle = model.norm.register_forward_hook(lambda *_: None)
+    assert "hooks on GroupNorm" in str(gn_override.fuse(model))
+    model.last = nn.ReLU()  # type: ignore[assignment]
+    assert len(gn_override.fuse(model).fused) == 1
+    handle.remove()
+    assert takes(model) == 2
+
+
+def test_patched_function() -> None:
+    model, X = nn.Sequential(nn.GroupNorm(4, 8), nn.GELU()), image()
+    gn_override.fuse(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "gelu", lambda x, **_: x + 7)
+        assert takes(model) == 0
+        assert torch.equal(model(X), model[0](X) + 7)
 
 
 def test_parametrized_norm() -> None:

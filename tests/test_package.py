@@ -306,10 +306,20 @@ def test_explain_declined(x, groups, why):
     assert "x".join(map(str, x.shape)) in explanation.problem
 
 
-def test_explain_counts_the_copy_of_a_slice():
+def test_explain_of_a_backward():
+    x = torch.zeros(2, 64, 4, 4)
+    assert gn_override.explain(x, 32).problem.startswith("cpu forward ")
+    explanation = gn_override.explain(x, 32, backward=True)
+    assert explanation.problem.startswith("cpu backward ")
+    assert explanation.minimum_bytes == 3 * 4 * x.numel()
+    assert not gn_override.explain(x[:, :8], 4).copied
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_explain_counts_the_copy_of_a_slice(backward):
     x = channels_last(2, 64, 16, 16)
-    dense, sliced = gn_override.explain(x[:, :, :8].clone(), 32), x[:, :, :8]
-    explanation = gn_override.explain(sliced, 32)
+    dense = gn_override.explain(x[:, :, :8].clone(), 32, backward=backward)
+    explanation = gn_override.explain(x[:, :, :8], 32, backward=backward)
     assert explanation.served and explanation.copied and not dense.copied
     assert explanation.moved_bytes == dense.moved_bytes + 2 * explanation.tensor_bytes
     assert "copy of the input" in str(explanation)
@@ -603,6 +613,33 @@ def test_output_that_nobody_reads_any_more(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_report_says_whether_it_is_on():
+    on = str(gn_override.report())
+    assert on.startswith(f"gn_override {gn_override.__version__}: on\n")
+    assert "leaves calls to these kernels" in on
+    with gn_override.disabled():
+        off = str(gn_override.report())
+    assert off.startswith(f"gn_override {gn_override.__version__}: off\n")
+    assert "compiles group norms itself" in off
+
+
+def test_report_lists_calls_apart():
+    x = channels_last(2, 64, 8, 8)
+    for tensor in (x, x.contiguous()):
+        F.group_norm(tensor, 32)
+    report = gn_override.report()
+    (taken,), (declined,), text = report.calls, report.declined, str(report)
+    order = ["calls taken:", taken, "calls declined:", declined]
+    assert sorted(order, key=text.index) == order
+
+
+def test_packages_of_registrations():
+    folder = Path(_report.__file__).parent
+    assert _report._package(f"{folder}/_meta.py:3") == "gn_override"
+    assert _report._package(f"{folder}_extras/ops.py:3") != "gn_override"
+    assert _report._package("/elsewhere/kernels.py:12") == "kernels.py:12"
 
 
 def test_command_line_report(capsys):

@@ -657,6 +657,8 @@ def test_the_command_of_a_results_file_names_no_place(monkeypatch):
     for script in ("tools/bench.py", str(results.ROOT / "tools" / "bench.py")):
         monkeypatch.setattr(sys, "argv", [script, *options])
         assert results.command() == "python tools/bench.py --output kernels --pytorch CHECKOUT"
+    monkeypatch.setenv("GN_OVERRIDE_WHOLE_CHIP", "0")
+    assert results.command().startswith("GN_OVERRIDE_WHOLE_CHIP=0 python tools/bench.py ")
 
 
 def test_the_commit_of_a_results_file(tmp_path, monkeypatch):
