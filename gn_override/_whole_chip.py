@@ -5,7 +5,7 @@ eight blocks, all of which start together: when what is in their way has ended. 
 for another process, as those of NCCL do, is in the way for as long as that process waits for
 results which are behind the norm. Two processes in such a circle, stages of a pipeline for example,
 would wait for ever, so in a process with peers there are other plans, whose blocks start one by one
-or in small clusters, as those of PyTorch's kernels do.
+or in clusters of at most eight: they need a part of the GPU.
 """
 
 from __future__ import annotations
