@@ -209,9 +209,13 @@ class _Assigned(ast.NamedExpr):
 def _symbols(code: CodeType) -> tuple[Any, ...]:
     """What code names and holds, and the code in it; its instructions depend on the module around
     it."""
+    inner = [value for value in code.co_consts if isinstance(value, CodeType)]
+    # Python 3.10 holds the qualified names of these, which depend on it as well.
+    names = tuple(f".<locals>.{value.co_name}" for value in inner)
     constants = [
         (type(value), _symbols(value) if isinstance(value, CodeType) else value)
         for value in code.co_consts
+        if not (isinstance(value, str) and value.endswith(names))
     ]
     return code.co_names, code.co_varnames, constants
 

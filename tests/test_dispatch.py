@@ -817,7 +817,10 @@ def test_fake_results_on_a_cpu(which):
         X = lay_out(torch.randn(2, 6, 3, 5).bfloat16(), "channels_last")
         sizes, beta = (2, 6, 15, 3), torch.randn(6)
     mask = [True, False, True]
-    real = aten.native_group_norm(X, None, beta, *sizes, 1e-5)
+    try:
+        real = aten.native_group_norm(X, None, beta, *sizes, 1e-5)
+    except RuntimeError as error:  # up to 2.13
+        pytest.skip(f"stock does not take {which}: {str(error)[:60]}")
     real += aten.native_group_norm_backward(X, X, *real[1:], None, *sizes, mask)
     mode = FakeTensorMode()
     x, b, *stats = (t if t is None else mode.from_tensor(t) for t in (X, beta, *real[1:3]))
