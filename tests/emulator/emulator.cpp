@@ -446,6 +446,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrComputeCapabilityMinor:
       *value = 0;
       return cudaSuccess;
+    case cudaDevAttrCooperativeLaunch:
+      *value = 1;
+      return cudaSuccess;
     default:
       return cudaErrorInvalidValue;
   }
