@@ -811,16 +811,17 @@ def facts(outputs: Any) -> list[Any]:
 @pytest.mark.parametrize("which", ["six dimensions", "float bias alone"])
 def test_fake_results_on_a_cpu(which):
     if which == "six dimensions":
+        if torch.__version__ < "2.14":
+            pytest.skip(
+                "stock up to 2.13 raises an error: its native operator takes no such strides"
+            )
         X = torch.randn(2, 3, 2, 2, 2, 6).movedim(-1, 1)
         sizes, beta = (2, 6, 24, 3), None
     else:
         X = lay_out(torch.randn(2, 6, 3, 5).bfloat16(), "channels_last")
         sizes, beta = (2, 6, 15, 3), torch.randn(6)
     mask = [True, False, True]
-    try:
-        real = aten.native_group_norm(X, None, beta, *sizes, 1e-5)
-    except RuntimeError as error:  # up to 2.13
-        pytest.skip(f"stock does not take {which}: {str(error)[:60]}")
+    real = aten.native_group_norm(X, None, beta, *sizes, 1e-5)
     real += aten.native_group_norm_backward(X, X, *real[1:], None, *sizes, mask)
     mode = FakeTensorMode()
     x, b, *stats = (t if t is None else mode.from_tensor(t) for t in (X, beta, *real[1:3]))

@@ -544,6 +544,16 @@ def compiled(directory: Path, driver: str, pattern: str) -> Path:
     return directory / "driver"
 
 
+# Questions about every shape that is ours.
+OURS = [
+    (case, backward, dtype, 16)
+    for case in ALL_CASES
+    if case.N > 0 and not case.one_layout
+    for backward in (False, True)
+    for dtype in SIZES
+]
+
+
 def device_figures(device_type: str) -> list[str]:
     """What explain_shape() plans for: this machine, or an H200 where there is no GPU."""
     return re.findall(r"(?<=[=,])\d+", explain(KERNEL_CASES[0], device_type, False)["machine"])
@@ -611,21 +621,11 @@ def test_measured_plans_that_a_device_cannot_run(planner):
 
 
 def test_plans_that_leave_room_for_others(planner):
-    """Without the whole chip: small clusters, where PyTorch's own kernels would run as well."""
-    questions = [
-        (case, backward, dtype, 16)
-        for case in ALL_CASES
-        if case.N > 0 and not case.one_layout
-        for backward in (False, True)
-        for dtype in SIZES
-    ]
+    """Without the whole chip: small clusters and two passes, where others are as they were."""
     figures = device_figures("cuda")
     assert figures[-1] == "1"
     whole, part = (
-        [
-            answer["explain"]
-            for answer in ask(planner, "cuda", questions, figures=[*figures[:-1], share])
-        ]
+        [answer["explain"] for answer in ask(planner, "cuda", OURS, figures=[*figures[:-1], share])]
         for share in "10"
     )
     schemes = {answer["rule"] for answer in part}
@@ -678,14 +678,7 @@ def test_planner_alone_with_a_wide_output(planner):
 
 
 def test_cpu_runs_cover_the_pixels(planner):
-    questions = [
-        (case, backward, dtype, 16)
-        for case in ALL_CASES
-        if case.N > 0 and not case.one_layout
-        for backward in (False, True)
-        for dtype in SIZES
-    ]
-    for (case, *_), plan in zip(questions, ask(planner, "cpu", questions), strict=True):
+    for (case, *_), plan in zip(OURS, ask(planner, "cpu", OURS), strict=True):
         run = plan["pixels_per_split"]
         assert (plan["splits"] - 1) * run < case.HxW <= plan["splits"] * run, plan
 
