@@ -32,6 +32,8 @@ _MODEL_GPU_COPY = 4.2e12
 # Of X. What the planner multiplies it by, as for traffic and workspace, leaves it within int64.
 _MOST_BYTES = 2**58
 
+_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+
 _DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -364,20 +366,22 @@ def _copy_speed(device: torch.device) -> float:
 
 
 def _size(count: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count} B"
+    return _quantity(count, "B", digits=3)
 
 
 def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
+    return _quantity(seconds, "s", digits=3)
 
 
 def _speed(bytes_per_second: float) -> str:
-    if bytes_per_second >= 1e12:
-        return f"{bytes_per_second / 1e12:.2g} TB/s"
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
+    return _quantity(bytes_per_second, "B/s", digits=2)
+
+
+def _quantity(value: float, unit: str, digits: int) -> str:
+    """So many significant digits, with the prefix that leaves one to three before the point."""
+    value = float(f"{value:.{digits}g}")
+    prefix = next((key for key, factor in _PREFIXES.items() if value >= factor), "n")
+    return f"{value / _PREFIXES[prefix]:.3g} {prefix}{unit}"
 
 
 def parse_shape(text: str) -> list[int]:

@@ -253,6 +253,8 @@ def _obstacle(steps: Sequence[object]) -> str | None:
     norm = steps[0]
     if isinstance(norm, nn.Module) and not _is_plain(norm):
         return f"{type(norm).__name__} is a GroupNorm with a forward of its own"
+    if hasattr(type(norm), "weight") or hasattr(type(norm), "bias"):
+        return "parametrizations compute its weight or bias, each time that one looks"
     if isinstance(norm, _forward.GroupNormCall) and norm.function is not F.group_norm:
         return "what the source calls is not F.group_norm any more"
     if (F.group_norm, F.relu, F.silu, F.gelu) != _FUNCTIONS:

@@ -1413,16 +1413,28 @@ def test_patched_function() -> None:
         assert torch.equal(model(X), model[0](X) + 7)
 
 
-def test_parametrized_norm() -> None:
-    """Its weight is computed at each call."""
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parametrized_norm(name: str) -> None:
+    """Where a call computes a parameter, that happens once, before fuse() and after it."""
+    looks = []
 
     class Positive(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.exp()
+        def forward(self, parameter: Tensor) -> Tensor:
+            looks.append(parameter)
+            return parameter.exp()
 
     norm = randomised(nn.GroupNorm(4, 8))
-    nn.utils.parametrize.register_parametrization(norm, "weight", Positive())
-    check_fused(nn.Sequential(norm, nn.ReLU()), image(), pairs=1, calls_made=1)
+    nn.utils.parametrize.register_parametrization(norm, name, Positive())
+    model = nn.Sequential(norm, nn.ReLU())
+    (skipped,) = check_left(model, image())
+    assert skipped.reason.startswith("parametrizations compute its weight or bias")
+    nn.utils.parametrize.remove_parametrizations(norm, name)
+    check_fused(model, image(), pairs=1, calls_made=1)
+    nn.utils.parametrize.register_parametrization(norm, name, Positive())
+    for X in (image(), image().contiguous()):
+        looks.clear()
+        model(X)
+        assert len(looks) == 1
 
 
 HOOKS = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]

@@ -358,7 +358,27 @@ def test_explain_measures_a_copy_when_asked():
     assert gn_override.explain(x, 32).copy_speed is None
     explanation = gn_override.explain(x, 32, measure_copy=True)
     assert explanation.copy_speed is not None and explanation.copy_speed > 1e8
-    assert re.search(r"\([\d.]+ us at [\d.]+ [GT]B/s\)", str(explanation))
+    assert re.search(r"\([\d.]+ us at [\d.]+ [MGT]B/s\)", str(explanation))
+
+
+@pytest.mark.parametrize(
+    ("count", "speed", "text"),
+    [
+        (16, 32e6, "at least 16 B, 1x the bytes of a copy (500 ns at 32 MB/s)"),
+        (999_700, 1e9, "at least 1 MB, 1x the bytes of a copy (1 ms at 1 GB/s)"),
+        (2 * 10**12, 4.26e12, "at least 2 TB, 1x the bytes of a copy (469 ms at 4.3 TB/s)"),
+        (4 * 10**12, 3.996e12, "at least 4 TB, 1x the bytes of a copy (1 s at 4 TB/s)"),
+    ],
+)
+def test_explain_writes_three_digits(count, speed, text):
+    explanation = dataclasses.replace(
+        gn_override.explain(channels_last(2, 64, 4, 4), 32),
+        tensor_bytes=count // 2,
+        minimum_bytes=count,
+        moved_bytes=None,
+        copy_speed=speed,
+    )
+    assert f"traffic   {text}\n" in f"{explanation}\n"
 
 
 @pytest.mark.parametrize(
