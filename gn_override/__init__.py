@@ -96,9 +96,20 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+# The switch once more: an operator that is asked would become a part of what is traced.
+_on = False
+
+
+def _set_on(on: bool) -> bool:
+    global _on
+    before: bool = torch.ops.gn_override.set_enabled(on)
+    _on = on
+    return before
+
+
 def _set(on: bool) -> bool:
     """Turn the switch, and return what it was."""
-    return _inductor.turn(torch.ops.gn_override.set_enabled, on)
+    return _inductor.turn(_set_on, on)
 
 
 def enable() -> None:
@@ -113,8 +124,7 @@ def disable() -> None:
 
 def is_enabled() -> bool:
     """Whether the override is switched on."""
-    on: bool = torch.ops.gn_override.is_enabled()
-    return on
+    return _on
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import normalization
 
 from gn_override import _activations, _autocast, _library
 from gn_override.nn import GroupNorm
@@ -32,7 +33,17 @@ _MODEL_GPU_COPY = 4.2e12
 # Of X. What the planner multiplies it by, as for traffic and workspace, leaves it within int64.
 _MOST_BYTES = 2**58
 
-_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_PREFIXES = {
+    "P": 1e15,
+    "T": 1e12,
+    "G": 1e9,
+    "M": 1e6,
+    "k": 1e3,
+    "": 1.0,
+    "m": 1e-3,
+    "u": 1e-6,
+    "n": 1e-9,
+}
 
 _DTYPES = {
     "float32": torch.float32,
@@ -144,7 +155,7 @@ def explain(
             unknown activation, or another than the module's own.
     """
     _activations.check(activation)
-    if isinstance(input_or_module, nn.GroupNorm):
+    if isinstance(input_or_module, normalization.GroupNorm):
         if input is None or num_groups is not None or weight is not None or bias is not None:
             raise TypeError("with a module, the call is explain(module, input=tensor)")
         x = input
@@ -239,8 +250,8 @@ def explain_shape(
     tensor_bytes = N * C * HxW * dtype.itemsize
     if tensor_bytes > _MOST_BYTES:
         raise ValueError(f"the input is too large: {list(shape)} has more than 2**58 bytes")
-    # A tensor that is dense in both orders counts as NCHW.
-    channels_last = channels_last and HxW > 1 and C > 1
+    if HxW == 1 or C == 1:  # is in either layout, whatever was asked for
+        channels_last = len(shape) <= 5
 
     answer = json.loads(
         torch.ops.gn_override.explain_shape(

@@ -289,7 +289,10 @@ class _Steps:
             return None
         called = self.globals.get(path[0], getattr(builtins, path[0], None))
         for name in path[1:]:
-            called = getattr(called, name, None)
+            try:
+                called = getattr(called, name, None)
+            except Exception:  # whatever a lazy module raises
+                return None
         if called is F.group_norm:
             keywords = {keyword.arg for keyword in call.keywords}
             plain = all(_path(value) or isinstance(value, ast.Constant) for value in extra)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import normalization
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -23,9 +25,6 @@ from gn_override import _activations, _calls, _forward
 from gn_override.nn import GroupNorm
 
 _Class = Any  # type[nn.Module], which mypy takes for unhashable
-
-# As PyTorch has them: what patches them later is to be called.
-_FUNCTIONS = F.group_norm, F.relu, F.silu, F.gelu
 
 
 @dataclass(frozen=True)
@@ -97,23 +96,21 @@ def fuse(model: nn.Module) -> Fusion:
     done: set[nn.Module] = set()
     reasons: dict[nn.Module, str] = {}
     for name, caller in names.items():
-        below = any(isinstance(child, nn.GroupNorm) for child in caller.modules())
+        below = any(isinstance(child, normalization.GroupNorm) for child in caller.modules())
         if not below and not _names_group_norm(type(caller)):
             continue
+        pairs: list[_Pair] = []
+        before = _parts_of(type(caller))
         try:
             pairs = list(_pairs(caller))
-            before = _parts_of(type(caller))
             parts = frozenset(pair.part for pair in pairs if not pair.obstacle)
             if not parts <= before:
-                if is_parametrized(caller):  # to be undone, it must be the last subclass
-                    raise _forward.Unreadable("belongs to a module with parametrizations")
-                kind = _unfused(type(caller))
-                caller.__class__ = _fused_class(kind, kind.forward, parts | before)
+                _write_again(caller, parts | before)
         except _forward.Unreadable as why:
             reason = f"{_unfused(type(caller)).__name__}.forward {why}"
             for norm in (caller, *caller.children()):
                 reasons.setdefault(norm, reason)
-            continue
+            pairs = [pair for pair in pairs if pair.part in before]
         for pair in pairs:
             if pair.obstacle:
                 reasons[pair.norm] = pair.obstacle
@@ -127,7 +124,9 @@ def fuse(model: nn.Module) -> Fusion:
     skipped = [
         SkippedNorm(name, reasons.get(norm, "no activation follows it at once"))
         for name, norm in names.items()
-        if isinstance(norm, nn.GroupNorm) and norm not in done and not _has_activation(norm)
+        if isinstance(norm, normalization.GroupNorm)
+        and norm not in done
+        and not _has_activation(norm)
     ]
     return Fusion(tuple(dict.fromkeys(fused)), tuple(skipped))
 
@@ -139,6 +138,10 @@ def run(x: Tensor, *steps: Callable[[Tensor], Tensor]) -> Tensor:
         x: what the first step takes: [N, C, *spatial] where that is a norm.
         steps: modules and other callables. Those that are not fused are called.
     """
+    if torch.compiler.is_compiling():  # which fuses what it records
+        for step in steps:
+            x = step(x)
+        return x
     position = 0
     while position < len(steps):
         step = steps[position]
@@ -234,11 +237,12 @@ def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
 
 def _activation_after(steps: Sequence[object], first: int) -> tuple[int, str] | None:
     """Where the activation is that follows the norm `first`, and its name, if these are there."""
-    if first == len(steps) or not isinstance(steps[first], (nn.GroupNorm, _forward.GroupNormCall)):
+    norms = normalization.GroupNorm, _forward.GroupNormCall
+    if first == len(steps) or not isinstance(steps[first], norms):
         return None
     for last in range(first + 1, len(steps)):
         step = steps[last]
-        if type(step) is not nn.Identity:
+        if not _activations.is_identity(step):
             name = (
                 step.activation()
                 if isinstance(step, _forward.ActivationCall)
@@ -251,13 +255,14 @@ def _activation_after(steps: Sequence[object], first: int) -> tuple[int, str] | 
 def _obstacle(steps: Sequence[object]) -> str | None:
     """Why a norm, the activation after it, and what is between them must be called one by one."""
     norm = steps[0]
-    if isinstance(norm, nn.Module) and not _is_plain(norm):
-        return f"{type(norm).__name__} is a GroupNorm with a forward of its own"
-    if hasattr(type(norm), "weight") or hasattr(type(norm), "bias"):
-        return "parametrizations compute its weight or bias, each time that one looks"
-    if isinstance(norm, _forward.GroupNormCall) and norm.function is not F.group_norm:
+    if isinstance(norm, nn.Module):
+        if not _is_plain(norm):
+            return f"{type(norm).__name__} is a GroupNorm with a forward of its own"
+        if hasattr(type(norm), "weight") or hasattr(type(norm), "bias"):
+            return "parametrizations compute its weight or bias, each time that one looks"
+    elif isinstance(norm, _forward.GroupNormCall) and norm.function is not F.group_norm:
         return "what the source calls is not F.group_norm any more"
-    if (F.group_norm, F.relu, F.silu, F.gelu) != _FUNCTIONS:
+    if not _activations.are_functions_unpatched():
         return "functions of torch.nn.functional are replaced"
     if _has_any_global_hook():
         return "there are global hooks of modules"
@@ -270,8 +275,7 @@ def _obstacle(steps: Sequence[object]) -> str | None:
                 or module._backward_pre_hooks
             ):
                 return f"hooks on {type(module).__name__}"
-            # Not by a look into __dict__, for which torch.compile installs no guard.
-            if getattr(module.forward, "__func__", None) is not type(module).forward:
+            if "forward" in vars(module):
                 return f"forward of {type(module).__name__} is replaced on the instance"
     return None
 
@@ -279,10 +283,15 @@ def _obstacle(steps: Sequence[object]) -> str | None:
 def _is_plain(norm: nn.Module) -> bool:
     """Whether a module is nn.GroupNorm, or computes the same."""
     kind = type(norm)
-    if kind.forward is nn.GroupNorm.forward:
-        return _activations.is_pytorchs(kind)
+    if _activations.is_pytorchs(kind, normalization.GroupNorm):
+        return True
     if kind.__module__ == "timm.layers.norm" and kind.__name__ in ("GroupNorm", "GroupNorm1"):
-        return not getattr(norm, "_fast_norm", True)  # the other kind has rules of its own
+        written_in = getattr(kind.forward, "__globals__", {}).get("__name__")
+        return (
+            written_in == kind.__module__
+            and _activations.is_call_unpatched(kind)
+            and not getattr(norm, "_fast_norm", True)  # the other kind has rules of its own
+        )
     return False
 
 
@@ -301,7 +310,7 @@ class _Fused:
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = type(self)
         reduced: Any = super().__reduce_ex__(max(2, protocol))
-        if "_fused_from" not in vars(made) or not isinstance(reduced, tuple):
+        if not _is_made_by_us(made) or not isinstance(reduced, tuple):
             return reduced
         kind, parts = _unfused(made), vars(made)["_fused_parts"]
         make, arguments, *rest = reduced
@@ -316,10 +325,22 @@ def _restore(
     module = make(*arguments)
     if module.__class__ is kind:
         try:
-            module.__class__ = _fused_class(kind, kind.forward, parts)
+            fused = _fused_class(kind, kind.forward, parts)
+            object.__setattr__(module, "__class__", fused)
         except _forward.Unreadable:
             pass  # the source is elsewhere
     return module
+
+
+def _write_again(caller: nn.Module, parts: frozenset[_forward.Part]) -> None:
+    """Gives a module the class in whose forward run() gets these parts. Raises Unreadable."""
+    if is_parametrized(caller):  # to be undone, it must be the last subclass
+        raise _forward.Unreadable("belongs to a module with parametrizations")
+    if _is_made_by_us(_owner(type(caller))) and not _is_made_by_us(type(caller)):
+        raise _forward.Unreadable("is fused in part, and another class is on top of it")
+    kind = _unfused(type(caller))
+    fused = _fused_class(kind, kind.forward, parts)
+    object.__setattr__(caller, "__class__", fused)  # whatever attributes the module takes
 
 
 def _owner(kind: _Class) -> _Class:
@@ -335,8 +356,12 @@ def _unfused(kind: _Class) -> _Class:
 def _parts_of(kind: _Class) -> frozenset[_forward.Part]:
     """What is fused in the forward of a class, as the class it was made from has it now."""
     owner = _owner(kind)
-    made_by_us = "_fused_from" in vars(owner) and owner._fused_source is owner._fused_from.forward
-    return owner._fused_parts if made_by_us else frozenset()
+    current = _is_made_by_us(owner) and owner._fused_source is owner._fused_from.forward
+    return owner._fused_parts if current else frozenset()
+
+
+def _is_made_by_us(kind: _Class) -> bool:
+    return "_fused_from" in vars(kind)
 
 
 @functools.cache

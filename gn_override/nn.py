@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import normalization
 
 from gn_override import _activations, functional
 
 
-class GroupNorm(torch.nn.GroupNorm):
+class GroupNorm(normalization.GroupNorm):
     """``torch.nn.GroupNorm`` followed by an activation, as one kernel.
 
     Parameters, buffers and ``state_dict`` are those of ``torch.nn.GroupNorm``.

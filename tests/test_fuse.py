@@ -10,7 +10,9 @@ import inspect
 import io
 import linecache
 import pickle
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -102,6 +104,14 @@ def check_left(model: nn.Module, *inputs: Tensor) -> tuple[SkippedNorm, ...]:
     assert all(map(torch.equal, gradients(model, *inputs), expected))
     assert calls(FORWARD, "cpu") == (0, 0)
     return fusion.skipped
+
+
+def run_script(script: str, folder: Path) -> None:
+    """From a file, so that the classes in it have sources."""
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(script))
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # --- functional and module --------------------------------------------------------------------
@@ -1404,6 +1414,46 @@ def test_fused_stays_fused() -> None:
     assert takes(model) == 2
 
 
+def tripled(function: Any) -> Any:
+    """A patch that passes for what it replaces."""
+
+    @functools.wraps(function)
+    def patch(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) * 3
+
+    return patch
+
+
+PATCHES = {
+    "F.group_norm": (F, "group_norm"),
+    "torch.group_norm": (torch, "group_norm"),
+    "F.silu": (F, "silu"),
+    "GroupNorm": (nn.GroupNorm, "forward"),
+    "Identity": (nn.Identity, "forward"),
+    "SiLU": (nn.SiLU, "forward"),
+    "call": (nn.Module, "__call__"),
+    "call_impl": (nn.Module, "_call_impl"),
+}
+
+
+@pytest.mark.parametrize("place", PATCHES.values(), ids=PATCHES)
+def test_patches_of_pytorch(place: tuple[Any, str]) -> None:
+    """Are honoured, whether they are there before fuse() or come after it, and when they go."""
+    model, X = nn.Sequential(nn.GroupNorm(4, 8), nn.Identity(), nn.SiLU()), image()
+    plain = model(X)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*place, tripled(getattr(*place)))
+        patched = model(X)
+        assert not torch.allclose(patched, plain)
+        check_left(model, X)
+    check_fused(model, X, pairs=1, calls_made=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*place, tripled(getattr(*place)))
+        assert takes(model) == 0
+        assert torch.equal(model(X), patched)
+    assert takes(model) == 1
+
+
 def test_patched_function() -> None:
     model, X = nn.Sequential(nn.GroupNorm(4, 8), nn.GELU()), image()
     gn_override.fuse(model)
@@ -1411,6 +1461,133 @@ def test_patched_function() -> None:
         patch.setattr(F, "gelu", lambda x, **_: x + 7)
         assert takes(model) == 0
         assert torch.equal(model(X), model[0](X) + 7)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "nn.ReLU = nn.LeakyReLU",
+        "F.relu = F.leaky_relu",
+        "F.relu = lambda x, inplace=False: x * 3",
+        "nn.GroupNorm = functools.partial(nn.GroupNorm, eps=0.5)",
+        "nn.ReLU.forward = nn.Hardswish.forward",
+        "nn.modules.activation.ReLU = nn.ReLU = nn.LeakyReLU",
+    ],
+)
+def test_patches_before_the_import(patch: str, tmp_path: Path) -> None:
+    """The usual ways to change a network that somebody else wrote."""
+    script = f"""
+        import functools
+        import torch, torch.nn as nn, torch.nn.functional as F
+        {patch}
+        import gn_override
+        from gn_override import _activations
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.act = nn.GroupNorm(4, 8), nn.ReLU()
+            def forward(self, x):
+                return self.act(self.norm(x))
+        class Functions(Net):
+            def forward(self, x):
+                return F.relu(F.group_norm(x, 4))
+        X = torch.randn(2, 8, 6, 5).to(memory_format=torch.channels_last)
+        for model in (Net(), Functions()):
+            expected = model(X)
+            gn_override.fuse(model)
+            torch.testing.assert_close(model(X), expected)
+        for function in (F.relu, F.leaky_relu):
+            kind = _activations.of_call(function)
+            assert kind is None or torch.equal(function(X), torch.relu(X)), kind
+    """
+    run_script(script, tmp_path)
+
+
+def test_tracing_with_fx() -> None:
+    """It patches the calls of modules, and sees those of a fused model too."""
+    model = nn.Sequential(nn.GroupNorm(4, 8, affine=False), nn.SiLU())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = model
+            self.register_buffer("constant", image())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.act(self.norm(self.constant))
+
+    net = Net()
+    assert len(gn_override.fuse(net).fused) == 1
+    targets = [node.target for node in torch.fx.symbolic_trace(net).graph.nodes]
+    assert {"constant", "norm", "act"} <= set(targets), targets
+
+
+class Lazy:
+    """As the packages that are imported on use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("is not installed")
+
+
+lazy = Lazy()
+
+
+class WithOptionalPackage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.GroupNorm(4, 8), nn.SiLU()
+        self.fast = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fast:
+            x = lazy.operators.fast(x)
+        return self.act(self.norm(x))
+
+
+class Frozen(nn.Sequential):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} is read-only")
+
+
+def test_names_that_raise() -> None:
+    check_fused(WithOptionalPackage(), image(), pairs=1, calls_made=1)
+
+
+def test_modules_that_refuse_attributes() -> None:
+    modules = {"0": nn.GroupNorm(4, 8), "1": nn.SiLU()}
+    model = Frozen.__new__(Frozen)
+    vars(model).update(vars(nn.Sequential(*modules.values())))
+    check_fused(model, image(), pairs=1, calls_made=1)
+    copied = copy.deepcopy(model)
+    assert takes(copied) == 1
+
+
+class TwoPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GroupNorm(4, 8), nn.GroupNorm(4, 8)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = self.act(h)
+        h = self.second(h)
+        h = self.act(h)
+        return h
+
+
+def test_a_class_on_top_of_a_part() -> None:
+    """What is fused below stays so, and is not said to be skipped."""
+    model = TwoPairs()
+    handle = model.second.register_forward_hook(lambda *_: None)
+    assert len(gn_override.fuse(model).fused) == 1
+    handle.remove()
+    model.__class__ = type("Top", (type(model),), {})
+    (skipped,) = gn_override.fuse(model).skipped
+    assert skipped == SkippedNorm(
+        "second", "Top.forward is fused in part, and another class is on top of it"
+    )
+    assert takes(model) == 1
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

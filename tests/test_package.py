@@ -237,6 +237,26 @@ def test_set_inductor_takes_a_bool():
     assert gn_override.report().inductor is True
 
 
+class AsksForTheSwitch(nn.Module):
+    def forward(self, x):
+        y = F.group_norm(x, 4)
+        return y + 1 if gn_override.is_enabled() else y
+
+
+def test_the_switch_in_what_is_traced(tmp_path):
+    """A question for it is no operator: what torch.export makes runs without this package."""
+    module, x = AsksForTheSwitch(), torch.randn(2, 8, 6, 5)
+    expected = module(x)
+    assert torch.equal(torch.jit.trace(module, (x,))(x), expected)
+    for strict in (False, True):
+        program = torch.export.export(module, (x,), strict=strict)
+        assert "gn_override" not in str(program.graph)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), expected)
+    with gn_override.disabled():
+        assert torch.equal(compiled(x), module(x))
+
+
 # explain().
 
 
@@ -358,7 +378,25 @@ def test_explain_measures_a_copy_when_asked():
     assert gn_override.explain(x, 32).copy_speed is None
     explanation = gn_override.explain(x, 32, measure_copy=True)
     assert explanation.copy_speed is not None and explanation.copy_speed > 1e8
-    assert re.search(r"\([\d.]+ us at [\d.]+ [MGT]B/s\)", str(explanation))
+    assert re.search(r"\([\d.]+ [mun]s at [\d.]+ [MGT]B/s\)", str(explanation))
+
+
+def test_explain_of_tensors_in_one_layout():
+    """Of one pixel or one channel: ours where PyTorch's own refuse float32 weights."""
+    for shape, groups in (((1, 16, 1, 1), 4), ((2, 1, 4, 4), 1)):
+        for device, param_dtype, served in (
+            ("cuda", torch.float32, True),
+            ("cuda", torch.float16, False),
+            ("cpu", torch.float32, False),
+        ):
+            explanation = _explain.explain_shape(
+                list(shape), groups, dtype=torch.float16, param_dtype=param_dtype, device=device
+            )
+            assert explanation.served == served, (device, param_dtype)
+    explanation = _explain.explain_shape(
+        [1, 16, 1, 1, 1, 1], 4, dtype=torch.float16, param_dtype=torch.float32, device="cuda"
+    )
+    assert not explanation.served
 
 
 @pytest.mark.parametrize(

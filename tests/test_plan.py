@@ -87,7 +87,7 @@ def test_shapes_of_models_are_ours(case, device_type, backward):
 @pytest.mark.parametrize("dtype", SIZES)
 @pytest.mark.parametrize("case", EDGE_CASES + LARGE_CASES, ids=lambda c: c.name)
 def test_no_odd_shape_is_declined(case, dtype, device_type, backward):
-    """Every channels-last shape is ours, and only what is NCHW as well goes to aten."""
+    """Every channels-last shape is ours; what is NCHW as well goes to aten where that takes it."""
     for param_dtype in {dtype, PARAMS[dtype]}:
         for alignment in (1, 2, 4, 8, 16):
             answer = explain(
@@ -98,7 +98,8 @@ def test_no_odd_shape_is_declined(case, dtype, device_type, backward):
                 param_dtype=param_dtype,
                 alignment=alignment,
             )
-            assert (answer["rule"] == "aten") == case.one_layout, answer
+            refused = device_type == "cuda" and param_dtype != dtype
+            assert (answer["rule"] == "aten") == (case.one_layout and not refused), answer
 
 
 @devices

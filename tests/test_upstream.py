@@ -23,7 +23,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, MODEL_CASES
+from shapes import EDGE_CASES, KERNEL_CASES, MODEL_CASES, Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 ROOT = Path(__file__).parent.parent
@@ -386,6 +386,7 @@ def test_no_activations_and_no_mixed_types():
         if path.endswith(verify.CPP):
             assert not re.search(r"activat|fused|differentiat|dZ", text, re.IGNORECASE), path
             assert not re.search(r"\bTY\b|wide_output|output_dtype", text), path
+            assert not re.search(r"is_float|param_dtype", text), path
 
 
 @pytest.mark.parametrize("pattern", CHANGE.rewrite)
@@ -398,7 +399,7 @@ def test_every_rewriting_has_an_effect(pattern):
 
 
 # Prints the plans of the problems that it reads, one a line:
-# dtype, that of the parameters, backward, N, C, HxW, G, alignment.
+# dtype, backward, N, C, HxW, G, alignment.
 PLANS = """
 #include PLAN
 #include <iostream>
@@ -412,12 +413,10 @@ int main() {
   d.l2_bytes = 52428800;
   d.clusters = {0, 114, 57, 34, 26, 19, 14, 13, 13, 7, 6, 6, 6, 6, 6, 6, 6};
   int dtype = 0;
-  int of_parameters = 0;
   int backward = 0;
-  while (std::cin >> dtype >> of_parameters >> backward >> p.N >> p.C >> p.HxW >> p.G >>
-         p.alignment) {
+  while (std::cin >> dtype >> backward >> p.N >> p.C >> p.HxW >> p.G >> p.alignment) {
     p.dtype = static_cast<norm::DType>(dtype);
-    p.param_dtype = static_cast<norm::DType>(of_parameters);
+    SET_PARAMETERS
     p.direction = static_cast<norm::Direction>(backward);
     const norm::Plan plan = norm::make_plan(p, d);
     for (const int64_t field :
@@ -433,7 +432,14 @@ int main() {
 """
 
 
-def plans(folder: Path, header: str, namespace: str, include: Path, sources: list[Path]) -> str:
+def plans(
+    folder: Path,
+    header: str,
+    namespace: str,
+    include: Path,
+    sources: list[Path],
+    set_parameters: str = "",
+) -> str:
     """What a planner says to every case of the tables, in each dtype and direction."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -442,11 +448,13 @@ def plans(folder: Path, header: str, namespace: str, include: Path, sources: lis
     (folder / "plans.cpp").write_text(PLANS)
     command = [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{include}"]
     command += [f"-DPLAN=<{header}>", f"-DNAMESPACE={namespace}", str(folder / "plans.cpp")]
+    command.append(f"-DSET_PARAMETERS={set_parameters}")
+    too_wide = Case("too wide", (1, 1 << 30, 1, 1), 2)
     subprocess.run([*command, *map(str, sources), "-o", str(folder / "plans")], check=True)
     questions = [
-        f"{dtypes} {backward} {case.N} {case.C} {case.HxW} {case.G} {alignment}"
-        for case in (*KERNEL_CASES, *MODEL_CASES, *EDGE_CASES, *EMPTY_CASES)
-        for dtypes in ("0 0", "1 1", "2 2", "3 3", "2 0", "3 0")
+        f"{dtype} {backward} {case.N} {case.C} {case.HxW} {case.G} {alignment}"
+        for case in (*KERNEL_CASES, *MODEL_CASES, *EDGE_CASES, too_wide)
+        for dtype in range(4)
         for backward in (0, 1)
         for alignment in (16, 8)
     ]
@@ -467,7 +475,14 @@ def test_the_planner_decides_as_ours_does(tmp_path):
     native = sorted((ROOT / "native" / "plan").glob("*.cpp"))
     staged = [source / f"ATen/native/cuda/group_norm_{name}.cpp" for name in ("plan", "policy")]
     header = "ATen/native/cuda/group_norm/plan/plan.h"
-    ours = plans(tmp_path / "ours", "native/plan/plan.h", "gn_override", ROOT, native)
+    ours = plans(
+        tmp_path / "ours",
+        "native/plan/plan.h",
+        "gn_override",
+        ROOT,
+        native,
+        set_parameters="p.param_dtype = p.dtype;",
+    )
     theirs = plans(tmp_path / "theirs", header, "at::native::group_norm_nhwc", source, staged)
     assert ours == theirs
     schemes = {line.split()[0] for line in ours.splitlines()}
@@ -790,6 +805,37 @@ def test_glue_compiles_and_links(stub_library):
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_nvcc
+def test_glue_leaves_operands_off_their_elements_to_others(stub_library):
+    """Before it asks for a device, so that tensors of the CPU show it."""
+    script = f"""if True:
+        import torch
+        torch.ops.load_library({str(stub_library)!r})
+        stub = torch.ops.group_norm_stub
+        stub.install()
+        for dtype in (torch.float32, torch.float64):
+            X = torch.empty(2, 8, 4, 4, dtype=dtype).to(memory_format=torch.channels_last)
+            odd = torch.empty(0, dtype=dtype)
+            storage = torch.UntypedStorage(X.nbytes + 8)[2:]
+            odd.set_(storage, 0, X.shape, X.stride())
+            assert odd.data_ptr() % 4 == 2
+            for call in (
+                lambda: stub.forward(odd, None, None, 2, 8, 16, 4, 1e-5),
+                lambda: stub.backward(
+                    odd, X, *X.new_empty(2, 2, 4), None, 2, 8, 16, 4, [True] * 3
+                ),
+            ):
+                try:
+                    call()
+                except RuntimeError as error:
+                    assert "left to the other kernels" in str(error), error
+                else:
+                    raise AssertionError("was taken")
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,7 +5,7 @@
 #include <ATen/native/group_norm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <c10/cuda/CUDAGuard.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <array>
@@ -72,7 +72,7 @@ Result forward(
     int64_t HxW,
     int64_t group,
     double eps) {
-  const c10::cuda::CUDAGuard guard(X.device());
+  const c10::OptionalDeviceGuard guard(X.device());
   Tensor Y = at::empty_like(X);
   Tensor mean = at::empty({N, group}, X.options());
   Tensor rstd = at::empty({N, group}, X.options());
@@ -104,7 +104,7 @@ Result backward(
     int64_t HxW,
     int64_t group,
     std::array<bool, 3> output_mask) {
-  const c10::cuda::CUDAGuard guard(X.device());
+  const c10::OptionalDeviceGuard guard(X.device());
   Tensor dX = output_mask[0] ? at::empty_like(X) : Tensor();
   Tensor dgamma = output_mask[1] ? at::empty({C}, X.options()) : Tensor();
   Tensor dbeta = output_mask[2] ? at::empty({C}, X.options()) : Tensor();

@@ -72,19 +72,8 @@ at::Tensor composite_inference(
     double eps,
     std::string_view activation);
 
-// Completes a call that has been classified; what no backend has kernels for is
-// declined.
-template <typename Backend>
-void fuse(Classified& call, Activation activation) {
-  call.problem.activation = activation;
-  if (!call.declined && call.problem.wide_output && !Backend::kCuda) {
-    call.declined = "float32 from another dtype on a CPU";
-  }
-}
-
 // A forward call with Y of output_type, for an X of two dimensions or more.
-template <typename Backend>
-Classified classify_activated(
+inline Classified classify_activated(
     const at::Tensor& X,
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
@@ -94,7 +83,7 @@ Classified classify_activated(
   const auto [N, C, HxW] = sizes_of(X);
   Classified call =
       classify_forward(X, gamma, beta, output_type, N, C, HxW, group);
-  fuse<Backend>(call, activation);
+  call.problem.activation = activation;
   call.problem.wide_statistics = true;
   return call;
 }
@@ -112,7 +101,7 @@ Result activated_forward(
   if (X.dim() >= 2) {
     const at::ScalarType type = out_dtype.value_or(X.scalar_type());
     const Classified call =
-        classify_activated<Backend>(X, gamma, beta, type, group, kind);
+        classify_activated(X, gamma, beta, type, group, kind);
     const Op op =
         type == X.scalar_type() ? Op::kActForward : Op::kAutocastForward;
     if (std::optional<Result> result =
@@ -135,8 +124,8 @@ at::Tensor activated_inference(
   const Activation kind = parse_activation(activation);
   const bool adds = added.has_value() && added->defined();
   if (X.dim() >= 2) {
-    Classified call = classify_activated<Backend>(
-        X, gamma, beta, X.scalar_type(), group, kind);
+    Classified call =
+        classify_activated(X, gamma, beta, X.scalar_type(), group, kind);
     call.problem.adds = adds;
     if (!adds || (!call.declined && Backend::adds(call.problem, X, *added))) {
       if (const std::optional<Result> result =
@@ -178,7 +167,7 @@ Result activated_backward(
         HxW,
         group,
         output_mask);
-    fuse<Backend>(call, kind);
+    call.problem.activation = kind;
     const Op op =
         type == X.scalar_type() ? Op::kActBackward : Op::kAutocastBackward;
     if (std::optional<Result> result =

@@ -132,6 +132,10 @@ Classified classify_common(
     result.declined = "dtypes without kernels";
     return result;
   }
+  if (wide && X.is_cpu()) {
+    result.declined = "float32 from another dtype on a CPU";
+    return result;
+  }
   Problem& problem = result.problem;
   problem.device = X.is_cuda() ? DeviceType::kCUDA : DeviceType::kCPU;
   problem.dtype = *dtype;

@@ -212,7 +212,10 @@ std::string explain_shape(
   problem.HxW = HxW;
   problem.G = num_groups;
   set_operator(problem, parse_activation(activation));
-  problem.channels_last = channels_last && C > 1 && HxW > 1;
+  // What is dense in both orders counts as NCHW, but where stock refuses it.
+  const bool refused = problem.device == DeviceType::kCUDA && !wide_output &&
+      problem.param_dtype != problem.dtype;
+  problem.channels_last = channels_last && ((C > 1 && HxW > 1) || refused);
   problem.alignment =
       static_cast<int>(std::max<int64_t>(alignment, size_of(problem.dtype)));
   const PlanningDevice planning = planning_device(problem.device);

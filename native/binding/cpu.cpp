@@ -41,7 +41,7 @@ struct CPUBackend {
     explicit Guard(const at::Tensor&) {}
   };
 
-  static const Plan& plan(const Problem& problem, const at::Tensor&) {
+  static Plan plan(const Problem& problem, const at::Tensor&) {
     return cached_plan(problem, cpu_device());
   }
 

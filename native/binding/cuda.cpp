@@ -79,9 +79,10 @@ struct CUDABackend {
     c10::cuda::CUDAGuard guard;
   };
 
-  static const Plan& plan(const Problem& problem, const at::Tensor& X) {
+  // A copy: may_take_whole_chip() runs Python, which may call a group norm.
+  static Plan plan(const Problem& problem, const at::Tensor& X) {
     const Device& device = cuda_device(X.device().index());
-    const Plan& plan = cached_plan(problem, device);
+    const Plan plan = cached_plan(problem, device);
     if (!takes_whole_chip(plan) ||
         (may_take_whole_chip() &&
          has_whole_chip(c10::cuda::getCurrentCUDAStream(X.device().index())))) {
@@ -115,7 +116,7 @@ struct CUDABackend {
     }
   }
 
-  // Two passes do not. A copy, where there is one, is aligned.
+  // A copy, where there is one, is aligned.
   static bool
   adds(const Problem& problem, const at::Tensor& X, const at::Tensor& added) {
     return problem.is_fused() &&
@@ -123,8 +124,7 @@ struct CUDABackend {
         added.scalar_type() == X.scalar_type() &&
         added.device() == X.device() &&
         (!added.is_contiguous() ||
-         reinterpret_cast<uintptr_t>(added.const_data_ptr()) % 16 == 0) &&
-        plan(problem, X).scheme != Scheme::kTwoPass;
+         reinterpret_cast<uintptr_t>(added.const_data_ptr()) % 16 == 0);
   }
 
   static void run(

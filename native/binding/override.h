@@ -3,11 +3,11 @@
 //   struct Backend {
 //     static constexpr bool kCuda;
 //     struct Guard { explicit Guard(const at::Tensor& X); };  // current device
-//     static const Plan& plan(const Problem&, const at::Tensor& X);
+//     static Plan plan(const Problem&, const at::Tensor& X);
 //     static at::Tensor empty(sizes, strides, dtype, const at::Tensor& X);
 //     // eps as stock rounds it
 //     static double eps(double eps, at::ScalarType type);
-//     // whether a kernel takes [N, C] values that are added to X
+//     // whether kernels take [N, C] values that are added to X
 //     static bool adds(const Problem&, const at::Tensor& X,
 //                      const at::Tensor& added);
 //     static void run(const Problem&, const Plan&, const ForwardArguments&);
@@ -75,10 +75,13 @@ std::optional<Result> run_forward(
     return std::nullopt;
   }
   const typename Backend::Guard guard(X);
-  const Plan& plan = Backend::plan(problem, X);
+  const Plan plan = Backend::plan(problem, X);
   if (plan.scheme == Scheme::kAten) {
     count_declined(op, Backend::kCuda, "policy");
     return std::nullopt;
+  }
+  if (problem.adds && plan.scheme == Scheme::kTwoPass) {
+    return std::nullopt; // which does not add; the sum comes as another call
   }
 
   const at::Tensor X_ = to_channels_last(X);
@@ -143,7 +146,7 @@ std::optional<Result> run_backward(
     return std::nullopt;
   }
   const typename Backend::Guard guard(X);
-  const Plan& plan = Backend::plan(problem, X);
+  const Plan plan = Backend::plan(problem, X);
   if (plan.scheme == Scheme::kAten) {
     count_declined(op, Backend::kCuda, "policy");
     return std::nullopt;

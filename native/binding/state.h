@@ -1,4 +1,4 @@
-// The switch and the call counters: the only mutable global state.
+// The switches and the call counters, which a process has once.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,8 @@
 //
 // Exponentials are of numbers that are not positive, and a gate near 0 is
 // computed as such, not as 1 minus a gate near 1: relative errors are a few
-// units in the last place all the way down.
+// units in the last place all the way down. Phi's grow to some dozens in the
+// tail where there is no fused multiply-add (see `lost` in normal()).
 #pragma once
 
 #include "native/cpu/vector.h"

@@ -201,19 +201,18 @@ __device__ __forceinline__ Moments<Accumulator<T>> moments_of(
 // per_group is 1 / (HxW D).
 // kFused: with an activation.
 template <typename T, int kVector, int kPixels, bool kFused>
-__global__ void __launch_bounds__(kMostRegisterThreads)
-    registers_forward_kernel(
-        GroupTiling tiling,
-        Accumulator<T> per_group,
-        Accumulator<T> eps,
-        const T* __restrict__ X,
-        const T* added, // kFused alone
-        const T* gamma,
-        const T* beta,
-        Activation activation, // kFused alone
-        T* __restrict__ Y,
-        Statistic<T, kFused>* mean_out,
-        Statistic<T, kFused>* rstd_out) {
+__global__ void __launch_bounds__(kMaxRegisterThreads) registers_forward_kernel(
+    GroupTiling tiling,
+    Accumulator<T> per_group,
+    Accumulator<T> eps,
+    const T* __restrict__ X,
+    const T* added, // kFused alone
+    const T* gamma,
+    const T* beta,
+    Activation activation, // kFused alone
+    T* __restrict__ Y,
+    Statistic<T, kFused>* mean_out,
+    Statistic<T, kFused>* rstd_out) {
   using Acc = Accumulator<T>;
   const PlaceInGroup<kVector, false> at(tiling);
   const int64_t offset = at.offset(tiling);
@@ -292,7 +291,7 @@ __global__ void __launch_bounds__(kMostRegisterThreads)
 // dX unless it is null, and dgamma and dbeta, those that are wanted. per_group:
 // as forward.
 template <typename T, int kVector, int kPixels, bool kFused>
-__global__ void __launch_bounds__(kMostRegisterThreads)
+__global__ void __launch_bounds__(kMaxRegisterThreads)
     registers_backward_kernel(
         GroupTiling tiling,
         int samples,

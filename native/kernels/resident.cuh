@@ -24,8 +24,8 @@
 
 namespace gn_override {
 
-constexpr int kMaxResidentThreads = 512;
-// Such blocks that shall fit a multiprocessor, as far as registers go.
+// Blocks of kMaxResidentThreads that shall fit a multiprocessor, as far as
+// registers go.
 template <typename T, bool kWholeChip>
 constexpr int kResidentBlocks = kWholeChip || sizeof(T) == 8 ? 1 : 2;
 
@@ -51,8 +51,8 @@ template <bool kWholeChip, typename Value>
 using Exchange =
     std::conditional_t<kWholeChip, ChipExchange<Value>, ClusterExchange<Value>>;
 
-// Parts that a lane holds while it merges those of a group: at most 32 blocks
-// of a cluster, or as many as the chip has, share an item.
+// Parts that a lane holds while it merges those of a group: at most 32 of a
+// cluster's blocks, two of each, or as many as the chip has blocks.
 template <bool kWholeChip>
 constexpr int kHeldParts = kWholeChip ? 5 : 1;
 

@@ -13,10 +13,10 @@
 
 #include "native/kernels/fast_divisor.cuh"
 #include "native/kernels/reduce.cuh"
+#include "native/plan/shared_memory.h"
 
 namespace gn_override {
 
-constexpr int kMaxThreads = 256;
 // Pixels that a thread loads before it uses the first: 64 bytes, or as many as
 // are worth their registers. Half as many where a pixel is a vector of X and
 // one of dY.

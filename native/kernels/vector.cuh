@@ -21,9 +21,11 @@ using Accumulator =
     std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // Whether a (X - mean) + b may be computed as a X + (b - a mean), for results
-// of T. That cancels where |mean| is large against the deviation, but two-byte
-// data cannot hold a deviation of less than 2^-11 of its mean: the error stays
-// below the rounding of two-byte results.
+// of T, as PyTorch's channels-last kernels do for all. That cancels where
+// |mean| is large against the deviation: the error is up to half a unit in the
+// last place of a mean in an accumulator. Two-byte values that differ do so by
+// 2^-11 of them or more, so it is below the rounding of two-byte results unless
+// most of a group are equal; then it is at most 2^-24 |a mean|.
 template <typename T>
 constexpr bool kFoldsMean = sizeof(T) == 2;
 
@@ -85,20 +87,20 @@ struct ParameterIn {
   bool is_float;
 
   using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, Word>;
 
   // Element i as it stands in memory, for value_of(): nothing waits for the
   // load before that.
   __device__ Word fetch(int64_t i) const {
-    Word word = 0;
-    if (data != nullptr) {
-      if constexpr (sizeof(T) == 2) {
-        word = is_float ? static_cast<const uint32_t*>(data)[i]
-                        : static_cast<const uint16_t*>(data)[i];
-      } else {
-        word = static_cast<const Word*>(data)[i];
+    if (data == nullptr) {
+      return 0;
+    }
+    if constexpr (sizeof(T) == 2) {
+      if (is_float) {
+        return static_cast<const uint32_t*>(data)[i];
       }
     }
-    return word;
+    return static_cast<const Bits*>(data)[i];
   }
 
   __device__ Accumulator<T> value_of(Word word, Accumulator<T> otherwise)
@@ -125,9 +127,9 @@ struct ParameterIn {
   __device__ void
   read(int i, Accumulator<T> otherwise, Accumulator<T> (&out)[kVector]) const {
     const T* const address = static_cast<const T*>(data) + i;
-    if (data != nullptr && (sizeof(T) > 2 || !is_float) &&
-        reinterpret_cast<uintptr_t>(address) % sizeof(Vector<T, kVector>) ==
-            0) {
+    const bool aligned =
+        reinterpret_cast<uintptr_t>(address) % sizeof(Vector<T, kVector>) == 0;
+    if (data != nullptr && (sizeof(T) > 2 || !is_float) && aligned) {
       const auto packed = *reinterpret_cast<const Vector<T, kVector>*>(address);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {

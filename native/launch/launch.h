@@ -1,5 +1,5 @@
-// Launchers: raw pointers in, cudaError_t out. They allocate nothing and ask
-// the driver for nothing: the Plan holds the geometry and the workspace's size.
+// Launchers: raw pointers in, cudaError_t out. They allocate nothing: the Plan
+// holds the geometry and the workspace's size.
 #pragma once
 
 #include <cuda_runtime_api.h>

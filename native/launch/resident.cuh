@@ -9,9 +9,6 @@
 
 namespace gn_override {
 
-// cp.async copies no less.
-constexpr int kNarrowestCopy = 4;
-
 // What a kernel of the scheme takes besides tensors.
 struct ResidentLaunch {
   LaunchShape shape;

@@ -13,7 +13,7 @@ struct ForwardArguments {
   void* mean = nullptr;
   void* rstd = nullptr;
   double eps = 0;
-  void* workspace = nullptr; // Plan::workspace_bytes, 256-byte aligned
+  void* workspace = nullptr; // Plan::workspace_bytes, at 256; CPU: at 64
 };
 
 struct BackwardArguments {
@@ -26,7 +26,7 @@ struct BackwardArguments {
   void* dX = nullptr; // null where Problem does not want it
   void* dgamma = nullptr; // likewise
   void* dbeta = nullptr; // likewise
-  void* workspace = nullptr; // Plan::workspace_bytes, 256-byte aligned
+  void* workspace = nullptr; // Plan::workspace_bytes, at 256; CPU: at 64
 };
 
 } // namespace gn_override

@@ -34,9 +34,10 @@ constexpr int64_t kLeastChunks = 64;
 constexpr int64_t kLeastRows = 16;
 constexpr int64_t kMostRows = 512;
 
-// Where X is this large, the sums of the chunks take at most 1.6% of a sample.
+// Where X is this large, a chunk has so many bytes of each channel at least, so
+// that the chunks' sums take at most 1.6% of a sample.
 constexpr int64_t kLargeBytes = 64 << 20;
-constexpr int64_t kLeastRowBytesWhereLarge = 512;
+constexpr int64_t kLeastChannelBytes = 512;
 
 // A row of at least this many elements keeps enough independent sums going to
 // hide the latency of an addition.
@@ -79,7 +80,7 @@ std::optional<Plan> plan_channels_last(
 
   const int64_t row_bytes = problem.C * size_of(problem.dtype);
   const int64_t least = problem.bytes() > kLargeBytes
-      ? kLeastRowBytesWhereLarge / std::min<int64_t>(size_of(problem.dtype), 4)
+      ? kLeastChannelBytes / std::min<int64_t>(size_of(problem.dtype), 4)
       : kLeastRows;
   const int64_t most =
       std::max(least, std::min(kChunkBytes / row_bytes, kMostRows * fold));

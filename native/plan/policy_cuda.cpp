@@ -12,7 +12,6 @@ namespace gn_override {
 
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 
 // Bytes of a pixel that a block of the backward pass has, at most. Where it has
@@ -33,10 +32,10 @@ constexpr int kNarrowWalk = 32;
 // Results of a group that such splits may leave for one block to add.
 constexpr int64_t kMostResults = 1 << 16;
 
-// Blocks a multiprocessor: enough to fill it twice over at the kernels'
-// register use (four blocks of 256 threads are resident), so that the last
-// wave is a small part of the work.
-constexpr int64_t kBlocksPerMultiprocessor = 8;
+// Blocks of a two-pass grid a multiprocessor: enough to fill it twice over at
+// the kernels' register use (kBlocksPerMultiprocessor of tile.cuh, for all but
+// double), so that the last wave is a small part of the work.
+constexpr int64_t kTwoPassBlocks = 8;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -50,7 +49,7 @@ int vector_width(const Problem& problem) {
   const int64_t element = size_of(problem.dtype);
   int vector = static_cast<int>(kWideVector / size_of(problem.output_dtype()));
   while (problem.C % vector != 0 || problem.alignment % (vector * element)) {
-    vector /= 2;
+    vector /= 2; // 1 divides: no operand's alignment is less than an element
   }
   return vector;
 }
@@ -144,19 +143,18 @@ constexpr ByDirection kTwoPassCall{9030, 13300};
 constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
-constexpr int kMostThreads = 512;
 // Of blocks of the whole chip: the fewer there are, the smaller is a batch, of
 // which shared memory holds whole ones, and the less there is to fold.
 constexpr int kWholeChipThreads = 384;
-// Blocks of kThreads and kMostThreads leave shared memory unused where pixels
-// are by sevens (ResNet's 56 x 56, ...). These are for where more of them fit a
-// multiprocessor than of kThreads, if few of those do and the elements have two
-// bytes. (Wider ones would take narrower slices, and longer.)
+// Blocks of kMaxThreads and kMaxResidentThreads leave shared memory unused
+// where pixels are by sevens (ResNet's 56 x 56, ...). These are for where more
+// of them fit a multiprocessor than of kMaxThreads, if few of those do and the
+// elements have two bytes. (Wider ones would take narrower slices, and longer.)
 constexpr std::array kFittingThreads{224, 320};
 constexpr int64_t kFewBlocks = 4;
 
 constexpr int64_t kMostElements =
-    int64_t{kMostRegisterThreads} * kMostPixelsInRegisters * 8;
+    int64_t{kMaxRegisterThreads} * kMostPixelsInRegisters * 8;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
@@ -251,7 +249,7 @@ void for_each_slice(const Problem& problem, const Device& device, F f) {
     const int64_t wanted = bursts * kBurst / size_of(problem.dtype);
     const int64_t columns =
         std::min(ceil_div(wanted, unit) * unit, problem.C) / vector;
-    if (columns != last && columns <= kMostThreads &&
+    if (columns != last && columns <= kMaxResidentThreads &&
         (device.pins.columns == 0 || device.pins.columns == columns)) {
       f(static_cast<int>(columns));
     }
@@ -263,8 +261,9 @@ void for_each_slice(const Problem& problem, const Device& device, F f) {
 int64_t
 residents(const Problem& problem, const Device& device, const Plan& plan) {
   // By registers: see kResidentBlocks in resident.cuh.
-  const int resident_threads =
-      problem.dtype == DType::kDouble ? kMostThreads : 2 * kMostThreads;
+  const int resident_threads = problem.dtype == DType::kDouble
+      ? kMaxResidentThreads
+      : 2 * kMaxResidentThreads;
   const int64_t by_memory = (device.shared_memory_per_block + kReservedShared) /
       (plan.shared_bytes + kReservedShared);
   return std::min<int64_t>(by_memory, resident_threads / plan.threads);
@@ -281,7 +280,7 @@ Candidate resident_candidate(
   Plan& plan = result.plan;
   plan = slices(problem, Scheme::kResident, columns, splits, threads);
   const int64_t cluster = splits * samples;
-  if (plan.threads > kMostThreads || plan.splits != splits ||
+  if (plan.threads > kMaxResidentThreads || plan.splits != splits ||
       cluster >= std::ssize(device.clusters) || device.clusters[cluster] == 0 ||
       (cluster > kMostOfAnyCluster && !device.whole_chip)) {
     return result;
@@ -332,9 +331,6 @@ Candidate resident_candidate(
   return result;
 }
 
-// cp.async copies no less.
-constexpr int64_t kNarrowestCopy = 4;
-
 bool can_keep(const Problem& problem) {
   return vector_width(problem) * size_of(problem.dtype) >= kNarrowestCopy;
 }
@@ -359,9 +355,9 @@ Candidate best_resident(const Problem& problem, const Device& device) {
       consider(of(pins.threads));
       return;
     }
-    const Candidate usual = of(kThreads);
+    const Candidate usual = of(kMaxThreads);
     consider(usual);
-    consider(of(kMostThreads));
+    consider(of(kMaxResidentThreads));
     if (size_of(problem.output_dtype()) == 2 && usual.blocks < kFewBlocks) {
       for (const int threads : kFittingThreads) {
         const Candidate fitting = of(threads);
@@ -396,7 +392,7 @@ Candidate cooperative_candidate(
   Plan& plan = result.plan;
   int threads = kWholeChipThreads;
   if (problem.is_fused()) {
-    threads = kMostThreads; // they hide more of an activation
+    threads = kMaxResidentThreads; // they hide more of an activation
   }
   if (device.pins.threads > 0) {
     threads = device.pins.threads;
@@ -414,7 +410,7 @@ Candidate cooperative_candidate(
       static_cast<int>(std::min(splits, problem.HxW)),
       threads);
   plan.samples_per_wave = samples;
-  if (plan.threads > kMostThreads ||
+  if (plan.threads > kMaxResidentThreads ||
       plan.pixels_per_split > std::numeric_limits<int>::max() / 2) {
     return result;
   }
@@ -556,13 +552,14 @@ std::optional<Plan> plan_two_pass(
   const bool forward = problem.direction == Direction::kForward;
   const int64_t columns = problem.C / plan.vector;
   const int64_t most_columns = forward
-      ? kThreads
+      ? kMaxThreads
       : std::min<int64_t>(
-            kThreads, kBackwardSlice / (plan.vector * size_of(problem.dtype)));
+            kMaxThreads,
+            kBackwardSlice / (plan.vector * size_of(problem.dtype)));
   plan.column_tiles = static_cast<int>(ceil_div(columns, most_columns));
   plan.columns = static_cast<int>(ceil_div(columns, plan.column_tiles));
   plan.rows = static_cast<int>(
-      std::clamp<int64_t>(kThreads / plan.columns, 1, problem.HxW));
+      std::clamp<int64_t>(kMaxThreads / plan.columns, 1, problem.HxW));
   const auto splits_of = [&](int64_t pixels_of_thread) {
     return ceil_div(problem.HxW, plan.rows * pixels_of_thread);
   };
@@ -575,9 +572,8 @@ std::optional<Plan> plan_two_pass(
   const int64_t of_partial =
       (forward ? 4 : 2) * problem.accumulator_bytes() * problem.N;
 
-  int64_t wanted = ceil_div(
-      kBlocksPerMultiprocessor * device.sm_count,
-      problem.N * plan.column_tiles);
+  int64_t wanted =
+      ceil_div(kTwoPassBlocks * device.sm_count, problem.N * plan.column_tiles);
   if (is_narrow(problem)) {
     const int walk =
         size_of(problem.dtype) == 2 ? kNarrowWalkOfTwo : kNarrowWalk;
@@ -645,7 +641,7 @@ std::optional<Plan> plan_registers(
     plan.rows = static_cast<int>(ceil_div(problem.HxW, plan.pixels_kept));
     const int64_t threads = plan.samples_per_wave * kWarp *
         ceil_div(int64_t{1} * plan.rows * plan.columns, kWarp);
-    if (threads <= (last ? kMostRegisterThreads : shall) &&
+    if (threads <= (last ? kMaxRegisterThreads : shall) &&
         blocks * threads <=
             (last && whole_sectors ? kThreadsAtOnce : kFewThreads) *
                 device.sm_count) {
@@ -708,7 +704,7 @@ constexpr Condition kWholeChip{
     [](const Problem&, const Device& device) { return device.whole_chip; }};
 
 constexpr int64_t kMostKeptChannels =
-    std::numeric_limits<int>::max() / kMostThreads;
+    std::numeric_limits<int>::max() / kMaxResidentThreads;
 static_assert(kMostKeptChannels == 4194303, "which the condition's text names");
 constexpr Condition kNarrowPixels{
     "at most 4194303 channels",
@@ -727,12 +723,12 @@ constexpr Condition kWholeVectors{
           problem.alignment == 16 && problem.D() % vector == 0;
     }};
 static_assert(kMostElements == 20480, "which the condition's text names");
-constexpr Condition kFewElements{
+constexpr Condition kSmallGroups{
     "at most 20480 elements of a group, backward of all samples together",
     [](const Problem& problem, const Device&) {
       const int64_t samples =
           problem.direction == Direction::kForward ? 1 : problem.N;
-      return problem.HxW <= kMostElements && problem.N <= kMostElements &&
+      return problem.HxW <= kMostElements && samples <= kMostElements &&
           samples * problem.HxW * problem.D() <= kMostElements;
     }};
 
@@ -742,7 +738,7 @@ constexpr std::array kRegistersConditions{
     kFitsGrid,
     kCudaDevice,
     kWholeVectors,
-    kFewElements,
+    kSmallGroups,
 };
 constexpr std::array kResidentConditions{
     kChannelsLast,

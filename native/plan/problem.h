@@ -133,7 +133,7 @@ struct Device {
   int64_t shared_memory_per_block = 0; // CUDA: bytes, opt-in limit
   int64_t l2_bytes = 0; // CUDA
   ClusterCounts clusters = {}; // CUDA
-  // CUDA: a launch may ask for all multiprocessors at once, or for clusters of
+  // CUDA: A launch may ask for all multiprocessors at once, or for clusters of
   // more than kMostOfAnyCluster blocks. It starts when the kernels that it has
   // no room beside have ended, and never if one of these waits for it.
   bool whole_chip = true;

@@ -1,5 +1,5 @@
-// Shared memory of the CUDA kernels, byte for byte: the planner sizes it, the
-// kernels lay it out.
+// What the planner and the CUDA kernels must agree on: limits of the blocks,
+// and shared memory, byte for byte, which the one sizes and the others lay out.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,19 @@
 #include "native/plan/plan.h"
 
 namespace gn_override {
+
+// Threads of a block at most: of the two-pass scheme, of the resident schemes,
+// and of the registers scheme.
+constexpr int kMaxThreads = 256;
+constexpr int kMaxResidentThreads = 512;
+constexpr int kMaxRegisterThreads = 640;
+
+// Pixels that a thread of the registers scheme keeps at most, a power of two.
+constexpr int kMostPixelsInRegisters = 4;
+
+// Bytes that cp.async, which fills the resident schemes' slabs, copies at
+// least.
+constexpr int kNarrowestCopy = 4;
 
 // Neighbouring channels of a vector that are always of one group: the largest
 // power of two that divides D, at most the vector (itself a power of two).
@@ -48,11 +61,6 @@ constexpr bool cluster_has_all_samples(
       problem.direction == Direction::kBackward &&
       plan.cluster == problem.N * plan.splits;
 }
-
-// Pixels that a thread of the registers scheme keeps at most, a power of two,
-// and threads of its blocks.
-constexpr int kMostPixelsInRegisters = 4;
-constexpr int kMostRegisterThreads = 640;
 
 // The resident schemes' parts, as offsets in bytes.
 struct ResidentLayout {

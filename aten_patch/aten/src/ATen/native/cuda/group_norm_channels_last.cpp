@@ -133,12 +133,14 @@ std::optional<Problem> problem_of(
   Problem problem;
   problem.direction = direction;
   problem.dtype = *dtype;
-  problem.param_dtype = *dtype;
   problem.N = N;
   problem.C = C;
   problem.HxW = HxW;
   problem.G = group;
   problem.alignment = alignment_of(alike);
+  if (problem.alignment < size_of(*dtype)) {
+    return std::nullopt; // as after set_() to an odd place in other's storage
+  }
   return problem;
 }
 
@@ -148,12 +150,14 @@ const Plan* plan_of(const Problem& problem) {
   if (device.compute_capability < kLeastComputeCapability) {
     return nullptr;
   }
-  const Plan& plan = cached_plan(problem, device);
-  return plan.scheme == Scheme::kNone ||
-          (takes_whole_chip(plan) &&
-           !has_whole_chip(c10::cuda::getCurrentCUDAStream()))
-      ? nullptr
-      : &plan;
+  const Plan* plan = &cached_plan(problem, device);
+  if (takes_whole_chip(*plan) &&
+      !has_whole_chip(c10::cuda::getCurrentCUDAStream())) {
+    Device part = device;
+    part.whole_chip = false;
+    plan = &cached_plan(problem, part);
+  }
+  return plan->scheme == Scheme::kNone ? nullptr : plan;
 }
 
 Tensor empty_workspace(const Plan& plan, const Tensor& X) {
