@@ -40,7 +40,7 @@ class FusedPair:
 class SkippedNorm:
     """A norm that is not fused."""
 
-    norm: str  # qualified name of the module
+    norm: str  # qualified name of the module; of the caller, where that calls F.group_norm
     reason: str
 
 
@@ -124,9 +124,7 @@ def fuse(model: nn.Module) -> Fusion:
     skipped = [
         SkippedNorm(name, reasons.get(norm, "no activation follows it at once"))
         for name, norm in names.items()
-        if isinstance(norm, normalization.GroupNorm)
-        and norm not in done
-        and not _has_activation(norm)
+        if norm not in done and _is_norm(norm, norm in reasons)
     ]
     return Fusion(tuple(dict.fromkeys(fused)), tuple(skipped))
 
@@ -263,7 +261,7 @@ def _obstacle(steps: Sequence[object]) -> str | None:
     elif isinstance(norm, _forward.GroupNormCall) and norm.function is not F.group_norm:
         return "what the source calls is not F.group_norm any more"
     if not _activations.are_functions_unpatched():
-        return "functions of torch.nn.functional are replaced"
+        return "functions of PyTorch are replaced"
     if _has_any_global_hook():
         return "there are global hooks of modules"
     for module in steps:
@@ -295,8 +293,12 @@ def _is_plain(norm: nn.Module) -> bool:
     return False
 
 
-def _has_activation(norm: nn.Module) -> bool:
-    return isinstance(norm, GroupNorm) and norm.activation != "identity"
+def _is_norm(module: nn.Module, has_reason: bool) -> bool:
+    """Whether a module is to be reported where it is not fused: a norm without an activation of its
+    own, or a caller of F.group_norm that something keeps from being fused."""
+    if isinstance(module, normalization.GroupNorm):
+        return not isinstance(module, GroupNorm) or module.activation == "identity"
+    return has_reason and _names_group_norm(type(module))
 
 
 class _Fused:

@@ -1463,6 +1463,28 @@ def test_patched_function() -> None:
         assert torch.equal(model(X), model[0](X) + 7)
 
 
+class CallsFunctions(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(F.group_norm(x, 4))
+
+
+class CallsFunctionsByName(CallsFunctions):
+    def forward(self, x: Tensor) -> Tensor:
+        groups = 4
+        return F.silu(F.group_norm(x, locals()["groups"]))
+
+
+def test_calls_of_functions_that_are_left_say_why() -> None:
+    model = nn.Sequential(CallsFunctions(), CallsFunctionsByName(), nn.Tanh())
+    by_name = SkippedNorm("1", "CallsFunctionsByName.forward asks for its variables by name")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "group_norm", tripled(torch.group_norm))
+        replaced = SkippedNorm("0", "functions of PyTorch are replaced")
+        assert gn_override.fuse(model) == Fusion(fused=(), skipped=(replaced, by_name))
+    fused_call = FusedPair("0", "F.silu", "silu")
+    assert gn_override.fuse(model) == Fusion(fused=(fused_call,), skipped=(by_name,))
+
+
 @pytest.mark.parametrize(
     "patch",
     [

@@ -22,10 +22,9 @@ using Accumulator =
 
 // Whether a (X - mean) + b may be computed as a X + (b - a mean), for results
 // of T, as PyTorch's channels-last kernels do for all. That cancels where
-// |mean| is large against the deviation: the error is up to half a unit in the
-// last place of a mean in an accumulator. Two-byte values that differ do so by
-// 2^-11 of them or more, so it is below the rounding of two-byte results unless
-// most of a group are equal; then it is at most 2^-24 |a mean|.
+// |mean| is large against the deviation, and is off by up to 2^-24 |a mean|.
+// Two-byte values that differ do so by 2^-11 of them or more: it is below the
+// rounding of two-byte results unless nearly all of a group are equal.
 template <typename T>
 constexpr bool kFoldsMean = sizeof(T) == 2;
 
