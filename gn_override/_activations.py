@@ -6,8 +6,6 @@ the tanh approximation of Hendrycks and Gimpel, "Gaussian Error Linear Units").
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,14 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import modules
 
-# PyTorch's own functions.
-STOCK: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda z: z,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
+VALID = ("identity", "relu", "silu", "gelu", "gelu_tanh")
 
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -81,9 +72,22 @@ _NAMES: dict[Any, str] = {
 
 def check(activation: str) -> None:
     """Raises what the operators raise for an unknown activation: ValueError that lists them."""
-    if not isinstance(activation, str) or activation not in STOCK:
-        valid = ", ".join(STOCK)
+    if activation not in VALID:
+        valid = ", ".join(VALID)
         raise ValueError(f'gn_override: activation must be one of {valid}, got "{activation}"')
+
+
+def stock(z: Tensor, activation: str) -> Tensor:
+    """An activation by PyTorch's own functions. torch.jit.script reads this."""
+    if activation == "relu":
+        return F.relu(z)
+    if activation == "silu":
+        return F.silu(z)
+    if activation == "gelu":
+        return F.gelu(z)
+    if activation == "gelu_tanh":
+        return F.gelu(z, approximate="tanh")
+    return z
 
 
 def of_call(function: Any, /, *args: Any, **kwargs: Any) -> str | None:

@@ -45,5 +45,5 @@ def group_norm(
     if activation != "identity":
         output = _calls.group_norm_act(input, None, num_groups, weight, bias, eps, activation)
     if output is None:
-        output = _activations.STOCK[activation](F.group_norm(input, num_groups, weight, bias, eps))
+        output = _activations.stock(F.group_norm(input, num_groups, weight, bias, eps), activation)
     return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules import normalization
 
@@ -50,9 +51,13 @@ class GroupNorm(normalization.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, C, *spatial] to the same shape and layout; see functional.group_norm."""
-        return functional.group_norm(
-            input, self.num_groups, self.weight, self.bias, self.eps, self.activation
-        )
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            Y = F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+            return _activations.stock(Y, self.activation)
+        else:  # which torch.jit.script does not read
+            return functional.group_norm(
+                input, self.num_groups, self.weight, self.bias, self.eps, self.activation
+            )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"

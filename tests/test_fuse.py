@@ -356,6 +356,16 @@ def test_traced_without_our_operators() -> None:
         torch.testing.assert_close(symbolic(X), module(X))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("affine", [True, False])
+def test_scripted_module(activation: str, affine: bool) -> None:
+    module, X = gn_override.nn.GroupNorm(4, 8, affine=affine, activation=activation), image()
+    scripted = torch.jit.script(randomised(module))
+    assert "gn_override::" not in str(scripted.inlined_graph)
+    torch.testing.assert_close(gradients(scripted, X), gradients(module, X))
+
+
 class SiluIsSeven(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         return args[0] * 0 + 7 if function is F.silu else function(*args, **kwargs or {})

@@ -177,7 +177,7 @@ def measure(
 def check_fused(case: Case, inputs: reference.Inputs, activation: str, forward: timing.Step) -> str:
     """What is wrong with our forward with an activation ("identity": the norm alone), or ""."""
     none = (False, False, False)
-    activate = _activations.STOCK[activation]
+    activate = partial(_activations.stock, activation=activation)
     theirs = activate(reference.stock(inputs, none).Y)
     ops = reference.ATEN if activation == "identity" else reference.FUSED
     try:
