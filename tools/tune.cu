@@ -312,7 +312,7 @@ std::vector<Plan> plans_of(const Problem& problem, Device device) {
     return plan.scheme == scheme;
   };
   add(Scheme::kTwoPass, 0, 0, 0);
-  for (int threads = 32; threads <= kMostRegisterThreads; threads *= 2) {
+  for (int threads = 32; threads <= kMaxRegisterThreads; threads *= 2) {
     add(Scheme::kRegisters, 0, 0, threads);
   }
   for (int columns = 1; columns <= 512; ++columns) {
