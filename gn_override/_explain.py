@@ -111,9 +111,10 @@ class Explanation:
         if not copy:
             return "none: the tensor is empty"
         least = self.minimum_bytes / copy
-        text = f"at least {_size(self.minimum_bytes)}, {least:.3g}x the bytes of a copy"
+        text = f"at least {_quantity(self.minimum_bytes, 'B')}, {least:.3g}x the bytes of a copy"
         if self.copy_speed:
-            text += f" ({_time(self.minimum_bytes / self.copy_speed)} at {_speed(self.copy_speed)})"
+            copied_in = _quantity(self.minimum_bytes / self.copy_speed, "s")
+            text += f" ({copied_in} at {_quantity(self.copy_speed, 'B/s', digits=2)})"
         if self.moved_bytes is not None:
             bound = "at most " if self.moved_at_most else ""
             text += f"; this kernel moves {bound}{self.moved_bytes / copy:.3g}x"
@@ -376,19 +377,7 @@ def _copy_speed(device: torch.device) -> float:
     return 2 * source.numel() / best
 
 
-def _size(count: int) -> str:
-    return _quantity(count, "B", digits=3)
-
-
-def _time(seconds: float) -> str:
-    return _quantity(seconds, "s", digits=3)
-
-
-def _speed(bytes_per_second: float) -> str:
-    return _quantity(bytes_per_second, "B/s", digits=2)
-
-
-def _quantity(value: float, unit: str, digits: int) -> str:
+def _quantity(value: float, unit: str, digits: int = 3) -> str:
     """So many significant digits, with the prefix that leaves one to three before the point."""
     value = float(f"{value:.{digits}g}")
     prefix = next((key for key, factor in _PREFIXES.items() if value >= factor), "n")

@@ -327,8 +327,7 @@ def _restore(
     module = make(*arguments)
     if module.__class__ is kind:
         try:
-            fused = _fused_class(kind, kind.forward, parts)
-            object.__setattr__(module, "__class__", fused)
+            _become_fused(module, kind, parts)
         except _forward.Unreadable:
             pass  # the source is elsewhere
     return module
@@ -340,9 +339,13 @@ def _write_again(caller: nn.Module, parts: frozenset[_forward.Part]) -> None:
         raise _forward.Unreadable("belongs to a module with parametrizations")
     if _is_made_by_us(_owner(type(caller))) and not _is_made_by_us(type(caller)):
         raise _forward.Unreadable("is fused in part, and another class is on top of it")
-    kind = _unfused(type(caller))
+    _become_fused(caller, _unfused(type(caller)), parts)
+
+
+def _become_fused(module: nn.Module, kind: _Class, parts: frozenset[_forward.Part]) -> None:
+    """Gives a module of class `kind` the fused one. Raises Unreadable."""
     fused = _fused_class(kind, kind.forward, parts)
-    object.__setattr__(caller, "__class__", fused)  # whatever attributes the module takes
+    object.__setattr__(module, "__class__", fused)  # whatever attributes the module takes
 
 
 def _owner(kind: _Class) -> _Class:

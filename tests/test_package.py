@@ -243,7 +243,7 @@ class AsksForTheSwitch(nn.Module):
         return y + 1 if gn_override.is_enabled() else y
 
 
-def test_the_switch_in_what_is_traced(tmp_path):
+def test_the_switch_in_what_is_traced():
     """A question for it is no operator: what torch.export makes runs without this package."""
     module, x = AsksForTheSwitch(), torch.randn(2, 8, 6, 5)
     expected = module(x)
