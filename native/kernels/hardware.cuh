@@ -41,8 +41,10 @@ __device__ __forceinline__ void copy_async(Vector* shared, const T* global) {
   __pipeline_memcpy_async(shared, global, sizeof(Vector));
 }
 
-// What the L2 cache shall do with a line: drop it before others, or after them.
-enum class Eviction { kFirst, kLast };
+// When the L2 cache shall drop a line: before others, or in turn. There is no
+// kLast: such lines outlive the kernel, and reading them otherwise does not
+// change that.
+enum class Eviction { kFirst, kNormal };
 
 __device__ __forceinline__ uint64_t cache_policy(Eviction eviction) {
   uint64_t policy = 0;
@@ -50,7 +52,7 @@ __device__ __forceinline__ uint64_t cache_policy(Eviction eviction) {
   if (eviction == Eviction::kFirst) {
     asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
   } else {
-    asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
   }
 #endif
   return policy;

@@ -68,7 +68,7 @@ struct Slab {
 
 // What the L2 cache shall keep of a thread's pixels: the `cached` before the
 // last `still_there`, which are in shared memory when they are needed again.
-// None: it is left alone.
+// All others make room for them. None: the cache is left alone.
 template <bool kWholeChip>
 struct Retention {
   bool leads; // the cache
@@ -80,7 +80,7 @@ struct Retention {
   __device__ Retention(int pixels, int still_there, int cached)
       : leads(cached > 0),
         once(cache_policy(Eviction::kFirst)),
-        again(cache_policy(Eviction::kLast)),
+        again(cache_policy(Eviction::kNormal)),
         first(pixels - still_there - cached),
         last(pixels - still_there) {}
 

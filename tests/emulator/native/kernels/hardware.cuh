@@ -24,7 +24,7 @@ inline float approximate_reciprocal(float x) {
   return 1 / x;
 }
 
-enum class Eviction { kFirst, kLast };
+enum class Eviction { kFirst, kNormal };
 
 inline uint64_t cache_policy(Eviction) {
   return 0;
