@@ -479,7 +479,7 @@ def test_the_cache_keeps_nothing():
             end.synchronize()
             found.append(start.elapsed_time(end))
     before, after = map(min, times.values())  # other processes only make it longer
-    assert after > 0.95 * before
+    assert after > 0.98 * before
 
 
 # --- determinism -----------------------------------------------------------------------------
