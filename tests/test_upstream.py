@@ -729,8 +729,8 @@ def test_text_of_the_pull_request(base):
         ratio = row["fwd_bwd"][before] / row["fwd_bwd"]["gn_override"]
         assert line.endswith(f" {ratio:.2f}x |")
     assert "{{" not in text and "<!--" not in text
-    # The first row of measured_cuda.h among these; the others forward take the whole chip.
-    assert "holds forward 2x320x64x64; backward " in text
+    # The rows of measured_cuda.h among these; the others forward take the whole chip.
+    assert "holds forward 2x320x64x64, 2x1280x32x32; backward " in text
     assert float(stage_upstream.measured_plans(rows)[1]) > 1
     assert ("#111824" in text) == (base == "2.14")
     assert (content["pytorch"]["git blob"][:12] in text) == (base == "main")
