@@ -607,6 +607,29 @@ def test_12_backward_operands_that_lie(device, layout, lie):
     assert calls(BACKWARD, device)[0] == 0
 
 
+@pytest.mark.parametrize("which", ["X", "gamma", "beta"])
+def test_12_memory_that_was_given_back(device, which):
+    """A storage of no bytes, as FSDP leaves of a parameter: an error, as in PyTorch."""
+    inputs = make_inputs(edge("d3"), device, torch.float32)
+    getattr(inputs, which).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        torch.native_group_norm(inputs.X, inputs.gamma, inputs.beta, *inputs.sizes, inputs.eps)
+    assert calls(FORWARD, device)[0] == 0
+
+
+@pytest.mark.parametrize("which", ["dY", "X", "mean", "rstd", "gamma"])
+def test_12_memory_that_was_given_back_before_backward(device, which):
+    inputs = make_inputs(edge("d3"), device, torch.float32)
+    N, _, _, G = inputs.sizes
+    operands = {"dY": inputs.dY, "X": inputs.X}
+    operands |= {name: torch.ones(N, G, device=device) for name in ("mean", "rstd")}
+    operands["gamma"] = inputs.gamma
+    operands[which].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        torch.ops.aten.native_group_norm_backward(*operands.values(), *inputs.sizes, [True] * 3)
+    assert calls(BACKWARD, device)[0] == 0
+
+
 # --- 13: which gradients are asked for -------------------------------------------------------
 
 

@@ -44,6 +44,25 @@ inline void* mutable_data_or_null(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
+inline bool is_allocated(const at::Tensor& tensor) {
+  return !tensor.defined() ||
+      tensor.unsafeGetTensorImpl()->storage_initialized();
+}
+
+inline bool is_allocated(const OptionalTensor& tensor) {
+  return !tensor.has_value() || is_allocated(*tensor);
+}
+
+// Memory may have been given back, as FSDP does with that of parameters. An
+// address is null then: kernels would read it, or miss the parameter.
+template <typename... Operands>
+void check_allocated(const Operands&... operands) {
+  TORCH_CHECK(
+      (is_allocated(operands) && ...),
+      "gn_override: an operand's data is not allocated, its storage has been "
+      "resized to nothing");
+}
+
 template <typename Backend>
 at::Tensor empty_bytes(size_t bytes, const at::Tensor& X) {
   return bytes > 0
@@ -84,6 +103,7 @@ std::optional<Result> run_forward(
     return std::nullopt; // which does not add; the sum comes as another call
   }
 
+  check_allocated(X, gamma, beta, added);
   const at::Tensor X_ = to_channels_last(X);
   const at::Tensor added_ = contiguous_or_undefined(added);
   const at::Tensor gamma_ = contiguous_or_undefined(gamma);
@@ -152,6 +172,7 @@ std::optional<Result> run_backward(
     return std::nullopt;
   }
 
+  check_allocated(dY, X, mean, rstd, gamma, beta);
   const at::Tensor X_ = to_channels_last(X);
   const at::Tensor dY_ = to_channels_last(dY);
   const at::Tensor mean_ = mean.contiguous();

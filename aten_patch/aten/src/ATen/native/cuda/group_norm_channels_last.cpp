@@ -81,12 +81,17 @@ bool is_channels_last(const Tensor& X) {
 
 using Tensors = std::initializer_list<const Tensor*>;
 
+// Its storage may have been resized to nothing.
+bool is_allocated(const Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->storage_initialized();
+}
+
 // Each is undefined or has `numel` elements of X's dtype, without gaps.
 bool fit(const Tensors& tensors, const Tensor& X, int64_t numel) {
   return std::ranges::all_of(tensors, [&](const Tensor* tensor) {
     return !tensor->defined() ||
         (tensor->numel() == numel && tensor->is_contiguous() &&
-         tensor->scalar_type() == X.scalar_type());
+         tensor->scalar_type() == X.scalar_type() && is_allocated(*tensor));
   });
 }
 
@@ -95,7 +100,7 @@ bool are_like(const Tensors& tensors, const Tensor& X) {
   return std::ranges::all_of(tensors, [&](const Tensor* tensor) {
     return !tensor->defined() ||
         (tensor->sizes() == X.sizes() && is_channels_last(*tensor) &&
-         tensor->scalar_type() == X.scalar_type());
+         tensor->scalar_type() == X.scalar_type() && is_allocated(*tensor));
   });
 }
 
