@@ -581,6 +581,18 @@ def test_training(device, case, dtypes, activation):
     assert_same_bits(Results(Y.detach(), mean, rstd, *(t.grad for t in leaves)), want)
 
 
+def test_parameters_of_inference_mode(device):
+    """PyTorch saves gamma for backward, which an inference tensor cannot be, and no beta."""
+    i = make_inputs(FEW[0], device, torch.float32)
+    X = i.X.requires_grad_()
+    with torch.inference_mode():
+        gamma, beta = i.gamma.clone(), i.beta.clone()
+    op(X, i.groups, i.gamma, beta, i.eps, "silu")[0].backward(i.dY)
+    assert torch.equal(X.grad, run(i, "silu").dX)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        op(X, i.groups, gamma, i.beta, i.eps, "silu")
+
+
 def test_frozen_parameters(device):
     """Only the gradients that are needed are asked for."""
     i = make_inputs(FEW[0], device, torch.float32)
@@ -742,6 +754,20 @@ def test_backward_refuses_a_wrong_bias(device, bias):
     with pytest.raises(RuntimeError):
         op_backward(X, X, mean, rstd, ones, bias.to(device), 4, "silu", [True] * 3)
     assert calls("group_norm_act_backward", device)[0] == before
+
+
+@pytest.mark.parametrize("which", ["X", "gamma", "beta"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_memory_that_was_given_back(device, which, backward):
+    i = make_inputs(FEW[0], device, torch.float32)
+    statistics = torch.ones(2, i.X.shape[0], i.groups, device=device).unbind()
+    getattr(i, which).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        if backward:
+            mask = [True] * 3
+            op_backward(i.dY, i.X, *statistics, i.gamma, i.beta, i.groups, "silu", mask)
+        else:
+            op(i.X, i.groups, i.gamma, i.beta, i.eps, "silu")
 
 
 def test_gradients_of_parameters_that_are_not_there():

@@ -146,13 +146,24 @@ def test_functional(device: str, activation: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_functional_nchw(device: str, activation: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("view", ["dense", "channels", "rows", "permuted"])
+def test_functional_nchw(device: str, activation: str, dtype: torch.dtype, view: str) -> None:
     """Stock's own results, and its layout."""
-    X = image(device, "nchw")
+    dense = image(device, "nchw").to(dtype)
+    views = {
+        "dense": dense,
+        "channels": dense[:, 4:],
+        "rows": dense[:, :, 1:],
+        "permuted": dense.transpose(2, 3),
+    }
+    X = views[view]
+    assert X.is_contiguous() == (view == "dense")
     expected = gradients(lambda x: ACTIVATIONS[activation](F.group_norm(x, 4)), X)
+    torch.ops.gn_override.reset_counters()
     actual = gradients(lambda x: gn_override.functional.group_norm(x, 4, activation=activation), X)
     assert all(map(torch.equal, actual, expected))
-    assert actual[0].is_contiguous()
+    assert actual[0].stride() == expected[0].stride()
     assert calls(FORWARD, device) == (0, 0)
 
 

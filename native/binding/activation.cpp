@@ -379,11 +379,15 @@ Result autograd_forward(
     return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);
   }
   if (wants_gradient(X, gamma, beta)) {
+    // An inference tensor cannot be saved; PyTorch's own norm saves no bias.
+    const OptionalTensor beta_to_record = defined(beta) && beta->is_inference()
+        ? OptionalTensor(beta->clone())
+        : beta;
     std::array<Tensor, 2> statistics;
     Tensor Y = ActivatedNorm::apply(
         to_record(X),
         to_record(gamma),
-        beta,
+        beta_to_record,
         group,
         eps,
         activation,
@@ -438,8 +442,14 @@ OptionalTensor group_norm_act_or_none(
     const OptionalTensor& beta,
     double eps,
     std::string_view activation) {
+  // A traced one may not tell its strides.
+  const auto is_ours = [&] {
+    return X.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
+        ? !X.is_contiguous()
+        : prefers_channels_last(X);
+  };
   if (!is_on() || !(X.is_cpu() || X.is_cuda()) || X.layout() != at::kStrided ||
-      X.is_contiguous() || X.dim() < 2 || group <= 0) {
+      X.dim() < 2 || group <= 0 || !is_ours()) {
     return std::nullopt;
   }
   const bool keeps_nothing = !wants_gradient(X, added, gamma, beta) &&

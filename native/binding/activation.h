@@ -135,7 +135,10 @@ at::Tensor activated_inference(
       }
     }
   }
-  return composite_inference(X, added, group, gamma, beta, eps, activation);
+  return adds
+      ? composite_inference(X, added, group, gamma, beta, eps, activation)
+      : std::get<0>(composite_forward(
+            X, group, gamma, beta, eps, activation, std::nullopt));
 }
 
 template <typename Backend>
