@@ -70,7 +70,7 @@ def _fuse(graph: Graph) -> None:
         if norm.op != "call_function" or norm.target not in _NORMS:
             continue
         arguments = _arguments(*norm.args, **norm.kwargs)
-        out_dtype = _autocast_dtype(norm, arguments[0])
+        out_dtype = _autocast_dtype(norm, *arguments[:4])
         activation, name = _activation(norm)
         if (name == "identity" and out_dtype is None) or not _taken(out_dtype, *arguments):
             continue
@@ -97,15 +97,21 @@ def _arguments(
     return input, num_groups, weight, bias, eps
 
 
-def _autocast_dtype(norm: Node, input: Any) -> torch.dtype | None:
-    """The dtype that autocast gives a norm of half precision on a GPU; None without autocast."""
+def _autocast_dtype(
+    norm: Node, input: Any, num_groups: Any, weight: Any, bias: Any
+) -> torch.dtype | None:
+    """The dtype that autocast gives a norm of half precision on a GPU; None without autocast, or
+    where it has no part in the result."""
     X, Y = _value(input), _value(norm)
     if not (
         isinstance(X, Tensor) and isinstance(Y, Tensor) and X.is_cuda and X.dtype.itemsize == 2
     ):
         return None
-    preserves = torch.ops.gn_override.autocast_preserves()
-    return Y.dtype if preserves or Y.dtype == torch.float32 else None
+    if Y.dtype != X.dtype:
+        return Y.dtype
+    parameters = [t for t in map(_value, (weight, bias)) if isinstance(t, Tensor)]
+    cast = any(parameter.dtype != X.dtype for parameter in parameters)
+    return Y.dtype if cast and torch.ops.gn_override.autocast_preserves() else None
 
 
 def _activation(norm: Node) -> tuple[Node, str]:

@@ -659,15 +659,18 @@ def test_pass_on_what_is_recorded(fake, cuda_autocast, mode, activation, made, l
 
 @needs_cuda_build
 @pytest.mark.parametrize(
-    "dtypes, inside, made",
+    "mode, dtypes, inside, made",
     [
-        ({"param_dtype": torch.float16}, True, [("identity", torch.float32)]),
-        ({"param_dtype": torch.float16}, False, []),
-        ({"dtype": torch.float32}, True, []),
+        ("float32", {"param_dtype": torch.float16}, True, [("identity", torch.float32)]),
+        ("float32", {"param_dtype": torch.float16}, False, []),
+        ("float32", {"dtype": torch.float32}, True, []),
+        ("preserve", {"param_dtype": torch.float16}, True, []),
+        ("preserve", {"param_dtype": torch.float16}, False, []),
     ],
-    ids=["half parameters", "outside", "float32"],
+    ids=["half parameters", "outside", "float32", "preserved", "preserved outside"],
 )
-def test_pass_takes_what_autocast_casts(fake, cuda_autocast, dtypes, inside, made):
+def test_pass_takes_what_autocast_casts(fake, cuda_autocast, mode, dtypes, inside, made):
+    gn_override.set_autocast(mode)
     operands = fakes(**dtypes)
     graph = torch.fx.Graph()
     nodes = [graph.placeholder("t") for _ in operands]
