@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -85,10 +86,8 @@ PlanningDevice planning_device(DeviceType type) {
     return {cpu_device(), "this CPU"};
   }
 #if GN_OVERRIDE_WITH_CUDA
-  if (const Device* current = current_cuda_device()) {
-    Device device = *current;
-    device.whole_chip = device.whole_chip && may_take_whole_chip();
-    return {device, "the current GPU"};
+  if (const std::optional<Device> current = current_cuda_device()) {
+    return {*current, "the current GPU"};
   }
 #endif
   return {kH200, "an H200 (no GPU here)"};

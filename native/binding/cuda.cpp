@@ -14,6 +14,7 @@
 
 #include <array>
 #include <mutex>
+#include <optional>
 
 #include "native/binding/activation.h"
 #include "native/binding/devices.h"
@@ -30,8 +31,8 @@ constexpr int kMaxDevices = 64;
 std::array<std::once_flag, kMaxDevices> once;
 std::array<Device, kMaxDevices> devices;
 
-} // namespace
-
+// Figures of a device, read once per device and process; none where there is no
+// code for it.
 const Device& cuda_device(int index) {
   TORCH_CHECK(
       index >= 0 && index < kMaxDevices,
@@ -40,19 +41,26 @@ const Device& cuda_device(int index) {
       " is out of range");
   std::call_once(once[index], [index] {
     const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
-    C10_CUDA_CHECK(describe_device(devices[index]));
+    const cudaError_t error = describe_device(devices[index]);
+    if (error == cudaErrorNoKernelImageForDevice ||
+        error == cudaErrorInvalidDeviceFunction) {
+      cudaGetLastError(); // is not for whoever asks next
+      devices[index] = {}; // which the policy has no kernels for
+    } else {
+      C10_CUDA_CHECK(error);
+    }
   });
   return devices[index];
 }
 
-void pin_plans(const Pins& pins) {
-  for (int index = 0; index < c10::cuda::device_count(); ++index) {
-    cuda_device(index); // fills in the rest
-    devices[index].pins = pins;
+// Device::whole_chip as far as other processes (gn_override/_whole_chip.py) and
+// the device's current stream go.
+bool may_take_whole_chip(int index) {
+  if (!has_whole_chip(
+          c10::cuda::getCurrentCUDAStream(
+              static_cast<c10::DeviceIndex>(index)))) {
+    return false;
   }
-}
-
-bool may_take_whole_chip() {
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("gn_override::may_take_whole_chip", "")
@@ -63,10 +71,23 @@ bool may_take_whole_chip() {
   return op.call();
 }
 
-const Device* current_cuda_device() {
-  return c10::cuda::device_count() > 0
-      ? &cuda_device(c10::cuda::current_device())
-      : nullptr;
+} // namespace
+
+void pin_plans(const Pins& pins) {
+  for (int index = 0; index < c10::cuda::device_count(); ++index) {
+    cuda_device(index); // fills in the rest
+    devices[index].pins = pins;
+  }
+}
+
+std::optional<Device> current_cuda_device() {
+  if (c10::cuda::device_count() == 0) {
+    return std::nullopt;
+  }
+  const int index = c10::cuda::current_device();
+  Device device = cuda_device(index);
+  device.whole_chip = device.whole_chip && may_take_whole_chip(index);
+  return device;
 }
 
 namespace {
@@ -83,9 +104,7 @@ struct CUDABackend {
   static Plan plan(const Problem& problem, const at::Tensor& X) {
     const Device& device = cuda_device(X.device().index());
     const Plan plan = cached_plan(problem, device);
-    if (!takes_whole_chip(plan) ||
-        (may_take_whole_chip() &&
-         has_whole_chip(c10::cuda::getCurrentCUDAStream(X.device().index())))) {
+    if (!takes_whole_chip(plan) || may_take_whole_chip(X.device().index())) {
       return plan;
     }
     Device part = device;

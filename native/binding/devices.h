@@ -1,6 +1,8 @@
 // The machine as the planner sees it.
 #pragma once
 
+#include <optional>
+
 #include "native/plan/problem.h"
 
 namespace gn_override::binding {
@@ -8,14 +10,11 @@ namespace gn_override::binding {
 Device cpu_device();
 
 #if GN_OVERRIDE_WITH_CUDA
-// Figures of a CUDA device, read once per device and process.
-const Device& cuda_device(int index);
 // Pins plans on every device, for tuning runs. Not while other threads run.
 void pin_plans(const Pins& pins);
-// The current device's, or null where there is no GPU or driver.
-const Device* current_cuda_device();
-// Device::whole_chip as far as other processes go: gn_override/_whole_chip.py.
-bool may_take_whole_chip();
+// The current CUDA device as a call on its current stream sees it; none where
+// there is no GPU or driver.
+std::optional<Device> current_cuda_device();
 #endif
 
 } // namespace gn_override::binding
