@@ -18,7 +18,9 @@ Read = Callable[[str], "str | None"]
 _NATIVE = re.compile(r'(#include )"native/([\w./]+)"|native/((?:\w+/)+[\w.]+)')
 _INCLUDES = re.compile(r"(?:^#include .*\n){2,}", re.MULTILINE)
 # What must not be left of this repository in a rendered file.
-_LEFT = re.compile(r"gn_override|GN_OVERRIDE|(?<!ATen/)native/(?:binding|cpu|kernels|launch|plan)/")
+_LEFT = re.compile(
+    r"gn_override|GN_OVERRIDE|\bCPU\b|(?<!ATen/)native/(?:binding|cpu|kernels|launch|plan)/"
+)
 
 
 class StagingError(ValueError):

@@ -34,15 +34,12 @@ size_t index_of(const Problem& problem) {
   for (const int option :
        {static_cast<int>(problem.device),
         static_cast<int>(problem.direction),
-        static_cast<int>(problem.dtype),
         static_cast<int>(problem.param_dtype),
         static_cast<int>(problem.wide_statistics),
         static_cast<int>(problem.wide_output),
         static_cast<int>(problem.activation),
         static_cast<int>(problem.adds),
-        static_cast<int>(problem.want_dX),
-        static_cast<int>(problem.want_dgamma),
-        static_cast<int>(problem.want_dbeta)}) {
+        static_cast<int>(problem.dtype)}) {
     options = 8 * options + option;
   }
   mix(options);
@@ -51,7 +48,9 @@ size_t index_of(const Problem& problem) {
 
 } // namespace
 
-const Plan& cached_plan(const Problem& problem, const Device& device) {
+const Plan& cached_plan(const Problem& asked, const Device& device) {
+  Problem problem = asked; // but for what no plan depends on
+  problem.want_dX = problem.want_dgamma = problem.want_dbeta = true;
   // On the heap: a thread that never asks has no room for them.
   thread_local const auto entries =
       std::make_unique<std::array<Entry, kEntries>>();

@@ -14,14 +14,14 @@ namespace native {
 // or they leave the call to the kernels of group_norm_kernel.cu, touch nothing
 // and return false. That they do where
 //   * X is not channels-last (4-D, 5-D), or is NCHW-contiguous as well, which
-//     one pixel or one channel makes it;
+//     one pixel or one channel makes it, or is empty;
 //   * another operand of X's size is not laid out as X, or any operand has
-//     another dtype than X;
-//   * the arguments do not fit together: those kernels raise the errors;
-//   * the device is older than compute capability 8.0;
-//   * the plan takes the whole chip, which TORCH_GROUP_NORM_WHOLE_CHIP=1 in the
-//     environment allows, and the current stream is that of a green context,
-//     with a part of it.
+//     another dtype than X, or X one that is not float, double, half, bfloat16;
+//   * an address is not a multiple of the element's size;
+//   * an operand has no memory, or the arguments do not fit together: those
+//     kernels raise the errors;
+//   * N or C is beyond what a grid can count (2^30);
+//   * the device is older than compute capability 8.0.
 // Layouts: X, Y, dY, dX are [N, HxW, C] in memory; mean, rstd [N, group];
 // gamma, beta, dgamma, dbeta [C]. Sums are kept in float, or in double for
 // double tensors. Offsets are 64-bit.
