@@ -227,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--base", default="auto", help="PyTorch version of the checkout")
     parser.add_argument("--allow-dirty", action="store_true", help="ignore uncommitted changes")
     parser.add_argument("--dry-run", action="store_true", help="verify and say what it would do")
-    parser.add_argument("--check", action="store_true", help="change nothing; fail on a difference")
+    parser.add_argument("--check", action="store_true", help="make no branch; fail on a difference")
     parser.add_argument("--compile", action="store_true", help="also compile for sm_90, with nvcc")
     options = parser.parse_args(argv)
     if options.pytorch is None and not options.check:

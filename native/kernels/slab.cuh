@@ -84,7 +84,8 @@ struct Retention {
         first(pixels - still_there - cached),
         last(pixels - still_there) {}
 
-  // Copies pixel i, for the first time or the second.
+  // Copies a pixel of a run that begins with pixel i, for the first time or the
+  // second.
   template <typename T, int kVector>
   __device__ void
   copy(Vector<T, kVector>* shared, const T* global, int i, bool second) const {

@@ -685,13 +685,14 @@ constexpr Condition kFitsGrid{
     [](const Problem& problem, const Device&) {
       // A grid has at most 2^31 - 1 blocks. Samples are split further only
       // where they are fewer than the blocks that fill the chip, or into splits
-      // of thousands of elements.
+      // of thousands of elements. Slices of fewer channels are 64 bytes at
+      // least: so many are of an X of 256 GiB.
       constexpr int64_t kLimit = int64_t{1} << 30;
       return problem.C < kLimit &&
           problem.N <= kLimit / ceil_div(problem.C, kNarrowestTile);
     }};
 constexpr Condition kCudaDevice{
-    "a CUDA device",
+    "a CUDA device that there is code for",
     [](const Problem&, const Device& device) { return device.sm_count > 0; }};
 constexpr Condition kCanKeep{
     "pixels that can be copied to shared memory, 4 bytes at least at a time",

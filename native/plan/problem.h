@@ -48,7 +48,8 @@ struct Problem {
   Activation activation = Activation::kIdentity;
   bool adds = false; // forward with an activation: X + added takes X's place
   // X is dense in [N, HxW, C] order, and is not dense in [N, C, HxW] order as
-  // well: a tensor that is both (HxW == 1 or C == 1) counts as NCHW.
+  // well: a tensor that is both (HxW == 1 or C == 1) counts as NCHW, except
+  // where PyTorch refuses it, which is half X with float parameters on CUDA.
   bool channels_last = true;
   // Largest power of two, at most 16, such that so many bytes of X, or as many
   // elements, divide every base address of an [N, HxW, C] operand.
