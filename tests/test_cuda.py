@@ -261,7 +261,7 @@ from reference import assert_parity, calls, composite, make_inputs
 from shapes import Case
 from torch.cuda.green_contexts import GreenContext
 
-import gn_override  # noqa: F401
+import gn_override
 
 captured = sys.argv[1] == "graph"
 try:
@@ -300,6 +300,10 @@ for shape, groups in (((2, 320, 128, 128), 32), ((2, 320, 64, 64), 32), ((3, 9, 
     assert calls("native_group_norm", "cuda")[0] == (3 if captured else 1)
 
     i = inputs
+    said = on_green_context(
+        lambda: gn_override.explain(i.X, i.groups, weight=i.gamma, bias=i.beta)
+    )
+    assert f"native_group_norm cuda {{said.rule}}" in torch.ops.gn_override.counters()
     added = torch.randn(i.X.shape[:2], device="cuda", dtype=i.X.dtype)
     arguments = (i.X, added, i.groups, i.gamma, i.beta, i.eps, "silu")
     Y = on_green_context(lambda: torch.ops.gn_override.group_norm_act_inference(*arguments))
