@@ -706,9 +706,9 @@ constexpr Condition kWholeChip{
 
 constexpr int64_t kMostKeptChannels =
     std::numeric_limits<int>::max() / kMaxResidentThreads;
-static_assert(kMostKeptChannels == 4194303, "which the condition's text names");
+static_assert(kMostKeptChannels == 4194303, "as the condition says");
 constexpr Condition kNarrowPixels{
-    "at most 4194303 channels",
+    "at most 4194303 channels: a thread's step fits an int",
     [](const Problem& problem, const Device&) {
       // A thread's pixels are as many elements apart as an int can count.
       return problem.C <= kMostKeptChannels;
@@ -723,7 +723,7 @@ constexpr Condition kWholeVectors{
           problem.wide_statistics == problem.is_fused() &&
           problem.alignment == 16 && problem.D() % vector == 0;
     }};
-static_assert(kMostElements == 20480, "which the condition's text names");
+static_assert(kMostElements == 20480, "as the condition says");
 constexpr Condition kSmallGroups{
     "at most 20480 elements of a group, backward of all samples together",
     [](const Problem& problem, const Device&) {
