@@ -70,7 +70,7 @@ def _fuse(graph: Graph) -> None:
         if norm.op != "call_function" or norm.target not in _NORMS:
             continue
         arguments = _arguments(*norm.args, **norm.kwargs)
-        out_dtype = _autocast_dtype(norm, *arguments[:4])
+        out_dtype = _autocast_dtype(norm, arguments[0], *arguments[2:4])
         activation, name = _activation(norm)
         if (name == "identity" and out_dtype is None) or not _taken(out_dtype, *arguments):
             continue
@@ -97,9 +97,7 @@ def _arguments(
     return input, num_groups, weight, bias, eps
 
 
-def _autocast_dtype(
-    norm: Node, input: Any, num_groups: Any, weight: Any, bias: Any
-) -> torch.dtype | None:
+def _autocast_dtype(norm: Node, input: Any, weight: Any, bias: Any) -> torch.dtype | None:
     """The dtype that autocast gives a norm of half precision on a GPU; None without autocast, or
     where it has no part in the result."""
     X, Y = _value(input), _value(norm)
