@@ -339,6 +339,13 @@ def test_inference(device, case, dtypes, layout, activation):
     assert Y.stride() == expected.stride() and torch.equal(Y, expected)
 
 
+def test_declined_inference_counts_once(device):
+    i = make_inputs(FEW[0], device, torch.float32, layout="nchw")
+    torch.ops.gn_override.reset_counters()
+    op_inference(i.X, None, i.groups, i.gamma, i.beta, i.eps, "silu")
+    assert calls("group_norm_act", device) == (0, 1)
+
+
 @pytest.mark.cuda
 @all_pins
 @pytest.mark.parametrize("case", SCHEME_CASES, ids=lambda case: case.name)
