@@ -669,6 +669,26 @@ def test_only_one_operand_has_a_tangent(device, which):
         torch.testing.assert_close(forward_ad.unpack_dual(Y).tangent, tangent)
 
 
+@pytest.mark.parametrize("which", range(3), ids=["X", "weight", "bias"])
+def test_function_of_a_dual_operand_is_pytorchs(device, which):
+    """Its own norm and activation, in their layout, or with their error."""
+    tensors = [t.detach() for t in small(device, "channels_last")]
+
+    def outcome() -> object:
+        with forward_ad.dual_level():
+            operands = list(tensors)
+            operands[which] = forward_ad.make_dual(tensors[which], tensors[which].cos())
+            try:
+                Y = gn_override.functional.group_norm(operands[0], 3, *operands[1:], 1e-5, "relu")
+            except RuntimeError as error:
+                return str(error)
+            return [(t.stride(), t.tolist()) for t in forward_ad.unpack_dual(Y)]
+
+    with gn_override.disabled():
+        stock = outcome()
+    assert outcome() == stock or isinstance(stock, str)
+
+
 def test_second_derivative_of_the_backward_operator_is_an_error(device):
     i = make_inputs(FEW[0], device, torch.float32)
     _, mean, rstd = op(i.X, i.groups, i.gamma, i.beta, i.eps, "silu")

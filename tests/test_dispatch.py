@@ -311,6 +311,42 @@ def test_second_derivatives_of_another_eps(device: str, fused: bool) -> None:
     torch.testing.assert_close(second(*given(tensors)), stock_on_nchw(second, tensors))
 
 
+@RANKS
+@pytest.mark.parametrize("activation", ["identity", "relu", "silu"])
+def test_second_derivatives_in_stocks_layout_and_memory(
+    device: str, shape: tuple[int, ...], activation: str
+) -> None:
+    """With create_graph gradients are of PyTorch's own operators, in their layouts."""
+    leaves = given(operands(shape, device, torch.float))
+    dY = torch.randn_like(leaves[0], requires_grad=True)
+
+    def strides_and_bytes() -> Any:
+        memory = {}  # that is saved, but for the operands
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            X, *parameters = leaves
+            Y = gn_override.functional.group_norm(X, GROUPS, *parameters, activation=activation)
+            first = torch.autograd.grad(Y, leaves, dY, create_graph=True)
+            loss = sum(t.square().sum() for t in first)
+        second = torch.autograd.grad(loss, [*leaves, dY], allow_unused=True)
+        for t in (*leaves, dY):
+            memory.pop(t.data_ptr(), None)
+        strides = [None if t is None else t.stride() for t in (*first, *second)]
+        return strides, sum(memory.values())
+
+    ours = strides_and_bytes()
+    assert calls(FORWARD if activation == "identity" else "group_norm_act", device)[0] > 0
+    with gn_override.disabled():
+        stock = strides_and_bytes()
+    assert ours[0] == stock[0]
+    assert ours[1] < stock[1] + leaves[0].nbytes // 2  # mean and rstd, but no copy of X
+
+
 @pytest.mark.skipif(not CONDITIONS["STOCK_DROPS_LAYOUT"], reason="autograd is stock's")
 def test_second_derivatives_of_half_with_float_parameters() -> None:
     """On a CPU, whose stock kernels take them."""

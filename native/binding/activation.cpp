@@ -150,21 +150,25 @@ Activation parse_activation(std::string_view name) {
           std::string(name) + "\"");
 }
 
-Result composite_forward(
+namespace {
+
+// Of differentiable operators, on an X in that format.
+Result compose_forward(
     const Tensor& X,
     int64_t group,
     const OptionalTensor& gamma,
     const OptionalTensor& beta,
     double eps,
     std::string_view activation,
-    std::optional<at::ScalarType> out_dtype) {
+    std::optional<at::ScalarType> out_dtype,
+    at::MemoryFormat format) {
   const Activation kind = parse_activation(activation);
   check_arguments(X, group, gamma, beta);
   const at::ScalarType result_type = output_type(X, out_dtype);
   const SymbolicSizes sizes(X);
   const at::ScalarType type = accumulator_type(X);
   const auto [Z, mean, rstd] = at::native_group_norm_symint(
-      X.to(type).contiguous(),
+      X.to(type).contiguous(format),
       weight_of(gamma, X),
       defined(beta) ? OptionalTensor(beta->to(type)) : std::nullopt,
       sizes.N,
@@ -173,6 +177,27 @@ Result composite_forward(
       group,
       eps);
   return {activate(Z, kind).to(result_type), mean, rstd};
+}
+
+} // namespace
+
+Result composite_forward(
+    const Tensor& X,
+    int64_t group,
+    const OptionalTensor& gamma,
+    const OptionalTensor& beta,
+    double eps,
+    std::string_view activation,
+    std::optional<at::ScalarType> out_dtype) {
+  return compose_forward(
+      X,
+      group,
+      gamma,
+      beta,
+      eps,
+      activation,
+      out_dtype,
+      at::MemoryFormat::Contiguous);
 }
 
 Result composite_backward(
@@ -348,8 +373,15 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
           {X, gamma, beta},
           wanted,
           [&](const Tensor& x, const Tensor& weight, const Tensor& bias) {
-            return std::get<0>(composite_forward(
-                x, group, weight, bias, eps, activation, dY.scalar_type()));
+            return std::get<0>(compose_forward(
+                x,
+                group,
+                weight,
+                bias,
+                eps,
+                activation,
+                dY.scalar_type(),
+                stock_format(x)));
           });
       std::copy(computed.begin(), computed.end(), gradients.begin());
     } else {
@@ -442,14 +474,21 @@ OptionalTensor group_norm_act_or_none(
     const OptionalTensor& beta,
     double eps,
     std::string_view activation) {
+  // PyTorch's own operators take tangents, and refuse other layouts, in their
+  // own way.
+  const auto is_plain = [](const OptionalTensor& operand) {
+    return !defined(operand) ||
+        (operand->layout() == at::kStrided && !is_dual(operand));
+  };
   // A traced one may not tell its strides.
   const auto is_ours = [&] {
     return X.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
         ? !X.is_contiguous()
         : prefers_channels_last(X);
   };
-  if (!is_on() || !(X.is_cpu() || X.is_cuda()) || X.layout() != at::kStrided ||
-      X.dim() < 2 || group <= 0 || !is_ours()) {
+  if (!is_on() || !(X.is_cpu() || X.is_cuda()) || !is_plain(X) ||
+      !is_plain(added) || !is_plain(gamma) || !is_plain(beta) || X.dim() < 2 ||
+      group <= 0 || !is_ours()) {
     return std::nullopt;
   }
   const bool keeps_nothing = !wants_gradient(X, added, gamma, beta) &&

@@ -131,7 +131,14 @@ struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
           wanted,
           [&](const Tensor& x, const Tensor& weight, const Tensor& bias) {
             return std::get<0>(at::native_group_norm_symint(
-                x.contiguous(), weight, bias, N, C, HxW, group, eps));
+                x.contiguous(stock_format(x)),
+                weight,
+                bias,
+                N,
+                C,
+                HxW,
+                group,
+                eps));
           });
     } else {
       // The backward kernel copies other layouts itself, but the stock kernel

@@ -37,6 +37,15 @@ bool prefers_channels_last(const at::Tensor& X);
 // X itself if its memory is dense and channels-last, else a copy that is.
 at::Tensor to_channels_last(const at::Tensor& X);
 
+constexpr bool kStockDropsLayout = GN_OVERRIDE_STOCK_DROPS_LAYOUT;
+
+// In which stock's composite hands X to the native ops: up to 2.13 NCHW on
+// CUDA, and contiguous for [N, C, L]. In another they refuse or misread it.
+inline at::MemoryFormat stock_format(const at::Tensor& X) {
+  return kStockDropsLayout && X.is_cuda() ? at::MemoryFormat::Contiguous
+                                          : X.suggest_memory_format();
+}
+
 // Strides of a dense channels-last tensor of these (2 to 5) sizes.
 c10::SmallVector<int64_t, 5> channels_last_strides(at::IntArrayRef sizes);
 

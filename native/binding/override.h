@@ -210,16 +210,6 @@ std::optional<Result> run_backward(
   return Result{std::move(dX), std::move(dgamma), std::move(dbeta)};
 }
 
-constexpr bool kStockDropsLayout = GN_OVERRIDE_STOCK_DROPS_LAYOUT;
-
-// In which stock's composite hands X to the native ops: up to 2.13 NCHW on
-// CUDA, and contiguous for [N, C, L]. In another they refuse or misread it.
-template <typename Backend>
-at::MemoryFormat stock_format(const at::Tensor& X) {
-  return Backend::kCuda && kStockDropsLayout ? at::MemoryFormat::Contiguous
-                                             : X.suggest_memory_format();
-}
-
 template <typename Backend>
 Result forward(
     const at::Tensor& X,
@@ -242,7 +232,7 @@ Result forward(
     }
   }
   return Backend::stock_forward(
-      RawLayoutScope::is_open() ? X.contiguous(stock_format<Backend>(X)) : X,
+      RawLayoutScope::is_open() ? X.contiguous(stock_format(X)) : X,
       gamma,
       beta,
       N,
@@ -303,7 +293,7 @@ Result backward(
   }
   // The backward of a graph that was compiled, and whose forward ran, with the
   // override on: stock up to 2.13 makes no such call, whose layout it misreads.
-  const at::MemoryFormat format = stock_format<Backend>(X);
+  const at::MemoryFormat format = stock_format(X);
   const bool is_ours =
       kStockDropsLayout && is_channels_last(X) && !X.is_contiguous(format);
   const bool converts = is_ours || RawLayoutScope::is_open();
