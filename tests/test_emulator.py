@@ -83,7 +83,7 @@ class Call(ctypes.Structure):
     _fields_ = (
         *fields("backward dtype param_dtype wide_statistics wide_output", ctypes.c_int64),
         *fields("N C HxW G activation", ctypes.c_int64),
-        *fields("alignment scheme columns splits threads code seed", ctypes.c_int64),
+        *fields("alignment scheme columns splits threads code l2_bytes seed", ctypes.c_int64),
         *fields("eps", ctypes.c_double),
         *fields("dY X added gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
     )
@@ -148,6 +148,7 @@ class Emulator:
         activation: str = "identity",
         added: Tensor | None = None,
         code: str = "9.0",
+        l2_bytes: int = 0,
         seed: int = 0,
     ) -> tuple[Results, tuple[str, str]]:
         """Forward and backward of channels-last inputs; results and both plans.
@@ -198,6 +199,7 @@ class Emulator:
                 splits=pin.splits,
                 threads=pin.threads,
                 code=CODES.index(code),
+                l2_bytes=l2_bytes,
                 seed=seed,
                 eps=i.eps,
                 **pointers,
@@ -314,6 +316,44 @@ def test_more_than_the_chip_keeps(emulator, name, samples):
         number = numbers(plan)
         assert number["pixels_kept"] * number["rows"] < number["pixels_per_split"], plan
     assert_parity(results, inputs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pin"),
+    [((41, 64, 9, 11), Pin("resident", 3)), ((5, 64, 61, 53), Pin("cooperative", 2))],
+    ids=str,
+)
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_prefetch(emulator, dtypes, shape, pin):
+    """Blocks ask for what later ones read, once; the first of these have nobody to ask for them."""
+    inputs = make_inputs(Case("waves", shape, 8), "cpu", *dtypes)
+    N, _, HxW, _ = inputs.sizes
+    l2_bytes = 512 << 10
+    results, plans = emulator(inputs, pin, l2_bytes=l2_bytes)
+    assert_parity(results, inputs)
+    for plan, read in zip(plans, [(inputs.X,), (inputs.X, inputs.dY)], strict=True):
+        number = numbers(plan)
+        assert number["bytes_ahead"] == l2_bytes // 5
+        size = sum(operand.nbytes for operand in read)
+        pixel = size // (N * HxW)
+        if pin.scheme == "resident":
+            tiles = number["column_tiles"]
+            of_block = number["pixels_per_split"] * pixel // tiles
+            ahead = number["bytes_ahead"] // of_block
+            assert ahead > 0
+            most = -(-number["pixels_per_split"] // tiles) * pixel  # that a block asks for
+            assert size - ahead * most <= number["prefetched"] < size
+        else:
+            waves = -(-N // number["samples_per_wave"])
+            assert 0 < number["prefetched"] <= number["bytes_ahead"] * (waves - 1)
+
+
+def test_prefetch_of_one_wave(emulator):
+    for pin in (Pin("resident", 3), Pin("cooperative", 0)):
+        _, plans = emulator(make_inputs(CASES[0], "cpu", torch.float32), pin)
+        for plan in map(numbers, plans):
+            assert "bytes_ahead" not in plan
+            assert plan["prefetched"] == 0
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])

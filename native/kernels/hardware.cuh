@@ -91,6 +91,22 @@ __device__ __forceinline__ void wait_for_copies() {
   __pipeline_wait_prior(kBatches);
 }
 
+// Starts bringing what lies in [first, last) to the L2 cache, but for ends that
+// are not 16 bytes of it. From sm_90 on.
+__device__ __forceinline__ void prefetch(const void* first, const void* last) {
+#if __CUDA_ARCH__ >= 900
+  constexpr size_t kUnit = 16;
+  const size_t begin = (__cvta_generic_to_global(first) + kUnit - 1) & -kUnit;
+  const size_t end = __cvta_generic_to_global(last) & -kUnit;
+  if (begin < end) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 :
+                 : "l"(begin), "r"(static_cast<unsigned>(end - begin))
+                 : "memory");
+  }
+#endif
+}
+
 // -- clusters ----------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900

@@ -36,6 +36,10 @@ struct Waves {
   FastDivisor cluster; // its blocks
   int places; // of a thread's ring
   int cached; // pixels of a thread, see Retention
+  // What the L2 cache is asked for before its time: pixels of a thread in its
+  // next wave; where there is one wave, of the block so many blocks later. 0:
+  // nothing.
+  int ahead;
 };
 
 // A parameter's place in shared memory: neighbouring columns read neighbouring
@@ -63,8 +67,8 @@ __device__ __forceinline__ Position position_in_cluster_order(
     const Shape& shape,
     const Tiling& tiling,
     const Waves& waves,
-    int vector) {
-  const int block = blockIdx.x;
+    int vector,
+    int block) {
   const int item = tiling.splits.quotient(block);
   const FastDivisor& inner = kAllSamples ? waves.samples : tiling.column_tiles;
   const int outer = inner.quotient(item);
@@ -129,6 +133,65 @@ __device__ __forceinline__ Exchange<kWholeChip, Value> exchange_of(
   }
 }
 
+// While blocks exchange and store, little is read from DRAM. A block that is to
+// start then finds part of its input in the L2 cache: earlier ones ask for it.
+
+// For one thread of a block: asks for `pixels` pixels of the split at `at`,
+// from its `first` on, of each operand. Of these, which lie together, the
+// blocks of the split's tiles ask for a run each.
+template <typename... Operands>
+__device__ __forceinline__ void prefetch_pixels(
+    const Shape& shape,
+    const Tiling& tiling,
+    const Position& at,
+    int first,
+    int pixels,
+    const Operands*... operands) {
+  const int last = min(first + pixels, at.pixels);
+  const int run = tiling.column_tiles.quotient(pixels - 1) + 1;
+  const int from = first + at.tile * run;
+  const int to = min(from + run, last);
+  if (from < to) {
+    const int64_t pixel = at.n * shape.HxW + at.first_pixel;
+    const int64_t begin = (pixel + from) * shape.C;
+    const int64_t end = (pixel + to) * shape.C;
+    (prefetch(operands + begin, operands + end), ...);
+  }
+}
+
+// Asks for all that the block `waves.ahead` blocks later reads.
+template <bool kAllSamples = false, typename... Operands>
+__device__ __forceinline__ void prefetch_of_later_block(
+    const Shape& shape,
+    const Tiling& tiling,
+    const Waves& waves,
+    const Operands*... operands) {
+  const unsigned block = blockIdx.x + waves.ahead;
+  if (waves.ahead > 0 && threadIdx.x == 0 && block < gridDim.x) {
+    const auto at = position_in_cluster_order<kAllSamples>(
+        shape, tiling, waves, 1, static_cast<int>(block));
+    prefetch_pixels(shape, tiling, at, 0, at.pixels, operands...);
+  }
+}
+
+// Asks for the first that this block reads in its next wave, after the `copied`
+// pixels of a thread whose copies start before that.
+template <typename... Operands>
+__device__ __forceinline__ void prefetch_of_next_wave(
+    const Shape& shape,
+    const Tiling& tiling,
+    const Waves& waves,
+    Position at,
+    int copied,
+    const Operands*... operands) {
+  at.n += waves.samples.divisor();
+  if (waves.ahead > 0 && threadIdx.x == 0 && at.n < shape.N) {
+    const int rows = tiling.rows.divisor();
+    prefetch_pixels(
+        shape, tiling, at, copied * rows, waves.ahead * rows, operands...);
+  }
+}
+
 template <int a, int b>
 constexpr int kSmaller = a < b ? a : b;
 
@@ -158,7 +221,8 @@ __global__ void __launch_bounds__(
         ParameterOut<TY> mean_out,
         ParameterOut<TY> rstd_out) {
   using Acc = Accumulator<T>;
-  Position at = position_in_cluster_order(shape, tiling, waves, kVector);
+  Position at =
+      position_in_cluster_order(shape, tiling, waves, kVector, blockIdx.x);
   const Item<kVector> item(shape, tiling, at);
 
   unsigned char* const shared = dynamic_shared_memory();
@@ -209,6 +273,9 @@ __global__ void __launch_bounds__(
   });
 
   exchange.ready(item.groups * item.parts);
+  if constexpr (!kWholeChip) {
+    prefetch_of_later_block(shape, tiling, waves, X);
+  }
   const bool refined = sizeof(TY) > 2 ||
       (kFused ? tiling.pixels_per_split << tiling.merge_shift <
                kFewElements * tiling.rows.divisor()
@@ -227,6 +294,10 @@ __global__ void __launch_bounds__(
         slab.read(place, pixel);
         moments.add(pixel);
       });
+      if constexpr (kWholeChip) {
+        prefetch_of_next_wave(
+            shape, tiling, waves, at, kPixels * kRingAhead<kWholeChip>, X);
+      }
       if constexpr (kFused) {
         if (added != nullptr && at.active) {
           end_batch(); // there may be no pixels whose copies it is with
@@ -398,8 +469,8 @@ __global__ void __launch_bounds__(
         ParameterOut<TY> dbeta) {
   using Acc = Accumulator<T>;
   static_assert(!kWholeChip || !kAllSamples);
-  Position at =
-      position_in_cluster_order<kAllSamples>(shape, tiling, waves, kVector);
+  Position at = position_in_cluster_order<kAllSamples>(
+      shape, tiling, waves, kVector, blockIdx.x);
   const Item<kVector> item(shape, tiling, at);
 
   unsigned char* const shared = dynamic_shared_memory();
@@ -473,6 +544,9 @@ __global__ void __launch_bounds__(
   }
 
   exchange.ready(item.groups * item.parts + (kAllSamples ? share.values() : 0));
+  if constexpr (!kWholeChip) {
+    prefetch_of_later_block<kAllSamples>(shape, tiling, waves, dY, X);
+  }
 
   for (int wave = 0;;) {
     const bool exists = !kWholeChip || at.n < shape.N;
@@ -515,6 +589,10 @@ __global__ void __launch_bounds__(
             });
       });
       gradients.finish(rstd, of_thread);
+      if constexpr (kWholeChip) {
+        prefetch_of_next_wave(
+            shape, tiling, waves, at, kPixels * kRingAhead<kWholeChip>, dY, X);
+      }
     }
     fold_rows<TY>(
         tiling.columns,

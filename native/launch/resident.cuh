@@ -25,6 +25,11 @@ inline ResidentLaunch resident_launch(
   const int64_t samples = whole_chip ? plan.samples_per_wave : problem.N;
   const int of_cluster = whole_chip ? 1 : plan.cluster;
   const int64_t of_batch = ring_pixels(problem.direction);
+  // A pixel of each thread of all blocks, or all pixels of a block.
+  const int64_t ahead_of = int64_t{1} * plan.columns * plan.vector *
+      problem.element_bytes_read() *
+      (whole_chip ? plan.rows * blocks_of(plan, samples)
+                  : plan.pixels_per_split);
   // A warp reads what the blocks of a cluster found of a group; those of the
   // chip leave a part each.
   const int most_lanes =
@@ -46,7 +51,8 @@ inline ResidentLaunch resident_launch(
            whole_chip ? static_cast<int>(samples) : of_cluster / plan.splits),
        FastDivisor(of_cluster),
        static_cast<int>((plan.pixels_kept + of_batch - 1) / of_batch),
-       static_cast<int>(plan.pixels_cached)},
+       static_cast<int>(plan.pixels_cached),
+       static_cast<int>(plan.bytes_ahead / ahead_of)},
       1 / static_cast<double>(problem.HxW * problem.D())};
 }
 

@@ -186,6 +186,9 @@ std::string to_string(const Plan& plan) {
     field("slots", plan.slots);
     field("samples_per_batch", plan.samples_per_batch);
   }
+  if (plan.bytes_ahead > 0) {
+    field("bytes_ahead", plan.bytes_ahead);
+  }
   if (plan.workspace_bytes > 0) {
     field("workspace_bytes", static_cast<int64_t>(plan.workspace_bytes));
   }

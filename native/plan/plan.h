@@ -41,6 +41,9 @@ struct Plan {
   int64_t samples_per_wave = 0;
   int64_t pixels_kept = 0;
   int64_t pixels_cached = 0;
+  // Resident and cooperative: how long before they are read blocks ask the L2
+  // cache for what others, or they themselves in the next wave, will read.
+  int64_t bytes_ahead = 0;
 
   // CPU, which cuts samples into `splits` runs of `pixels_per_split` too.
   int fold = 1; // pixels that are read as one row

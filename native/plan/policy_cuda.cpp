@@ -139,6 +139,19 @@ constexpr double kCooperativeBytesPerNs = 35.5;
 constexpr int64_t kCachedWave = 3;
 constexpr double kCachedGain = 0.6;
 
+// Blocks ask for what is read so much later that it is a fifth of the L2 cache:
+// enough for the time that they exchange and store, and little enough to be
+// there when it is read. Of 31 shapes' plans of several waves on an H200 half
+// gain 1.5% or more by it, up to 4.8%, and none loses more than 1%.
+constexpr int64_t kAheadShare = 5;
+constexpr int kPrefetchCapability = 90;
+
+int64_t bytes_ahead(const Device& device) {
+  return device.compute_capability >= kPrefetchCapability
+      ? device.l2_bytes / kAheadShare
+      : 0;
+}
+
 constexpr ByDirection kTwoPassCall{9030, 13300};
 constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
@@ -306,6 +319,7 @@ Candidate resident_candidate(
   const int64_t multiprocessors = device.clusters[cluster] * cluster;
   const int64_t blocks = problem.N * plan.column_tiles * splits;
   const int64_t waves = ceil_div(blocks, resident * multiprocessors);
+  plan.bytes_ahead = waves > 1 ? bytes_ahead(device) : 0;
   const int64_t of_multiprocessor = ceil_div(blocks, multiprocessors);
   const auto first_threads =
       static_cast<double>(std::min(resident, of_multiprocessor) * plan.threads);
@@ -459,6 +473,7 @@ Candidate cooperative_candidate(
   }
 
   const int64_t waves = ceil_div(problem.N, samples);
+  plan.bytes_ahead = waves > 1 ? bytes_ahead(device) : 0;
   const double all = bytes_read(problem, plan);
   const double again = all *
       (static_cast<double>(read_again) - kCachedGain * plan.pixels_cached) /

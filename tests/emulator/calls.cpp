@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "emulator.h"
 #include "native/launch/launch.h"
@@ -27,6 +28,7 @@ struct Call {
   // Pins, as in Problem's file.
   int64_t scheme, columns, splits, threads;
   int64_t code; // emulator::Code
+  int64_t l2_bytes; // 0: that of the device
   int64_t seed;
   double eps;
   const void* dY;
@@ -69,6 +71,9 @@ Device device_of(const Call& call) {
   if (describe_device(device) != cudaSuccess) {
     throw std::runtime_error("describe_device() failed");
   }
+  if (call.l2_bytes > 0) {
+    device.l2_bytes = call.l2_bytes;
+  }
   device.pins.scheme = static_cast<Scheme>(call.scheme);
   device.pins.columns = static_cast<int>(call.columns);
   device.pins.splits = static_cast<int>(call.splits);
@@ -107,7 +112,39 @@ class Workspace {
   std::unique_ptr<unsigned char, Free> memory_;
 };
 
+// Bytes of the samples from `n` on that kernels asked the L2 cache for; throws
+// where they asked for others, or twice.
+int64_t prefetched_bytes(const Problem& problem, const Call& call, int64_t n) {
+  const int64_t sample = problem.numel() / problem.N;
+  const auto samples = [&](const void* operand, DType dtype) {
+    const auto* const bytes = static_cast<const unsigned char*>(operand);
+    const int64_t size = sample * size_of(dtype);
+    return emulator::Range{bytes + n * size, bytes + problem.N * size};
+  };
+  std::vector operands{samples(call.X, problem.dtype)};
+  if (call.backward) {
+    operands.push_back(samples(call.dY, problem.output_dtype()));
+  }
+  std::vector<emulator::Range> asked = emulator::prefetched();
+  std::ranges::sort(asked, {}, &emulator::Range::first);
+  int64_t bytes = 0;
+  for (size_t i = 0; i < asked.size(); ++i) {
+    const auto& [first, last] = asked[i];
+    if (std::ranges::none_of(operands, [&](const emulator::Range& operand) {
+          return operand.first <= first && first < last && last <= operand.last;
+        })) {
+      throw std::runtime_error("a prefetch of what no later block reads");
+    }
+    if (i > 0 && first < asked[i - 1].last) {
+      throw std::runtime_error("a prefetch of what another asks for");
+    }
+    bytes += last - first;
+  }
+  return bytes;
+}
+
 std::string run_call(const Call& call) {
+  emulator::clear_prefetched();
   const Problem problem = problem_of(call);
   const Plan plan = make_plan(problem, device_of(call));
   const Workspace workspace(plan.workspace_bytes);
@@ -148,7 +185,10 @@ std::string run_call(const Call& call) {
   if (workspace.is_overrun()) {
     return "error: a store beyond the workspace";
   }
-  return to_string(plan);
+  const int64_t first_later =
+      plan.scheme == Scheme::kCooperative ? plan.samples_per_wave : 0;
+  return to_string(plan) + " prefetched=" +
+      std::to_string(prefetched_bytes(problem, call, first_later));
 }
 
 } // namespace

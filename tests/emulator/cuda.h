@@ -34,6 +34,7 @@ namespace emulator {
 
 unsigned char* dynamic_shared_memory();
 void copy_later(void* to, const void* from, size_t bytes);
+void prefetch(const void* first, const void* last);
 void end_batch();
 void wait_for_copies(int batches);
 void arrive_at_cluster();

@@ -302,6 +302,22 @@ void copy_later(void* to, const void* from, size_t bytes) {
   current->batch.push_back({to, Bytes(first, first + bytes)});
 }
 
+static std::vector<Range> prefetched_ranges;
+
+void prefetch(const void* first, const void* last) {
+  prefetched_ranges.push_back(
+      {static_cast<const unsigned char*>(first),
+       static_cast<const unsigned char*>(last)});
+}
+
+const std::vector<Range>& prefetched() {
+  return prefetched_ranges;
+}
+
+void clear_prefetched() {
+  prefetched_ranges.clear();
+}
+
 void end_batch() {
   current->batches.push_back(std::move(current->batch));
   current->batch.clear();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace emulator {
 
@@ -13,5 +14,13 @@ void seed(uint64_t value);
 // nor programmatic launches.
 enum class Code { k90, k80 };
 void use(Code code);
+
+// What kernels have asked the L2 cache for since clear_prefetched().
+struct Range {
+  const unsigned char* first;
+  const unsigned char* last;
+};
+const std::vector<Range>& prefetched();
+void clear_prefetched();
 
 } // namespace emulator

@@ -10,6 +10,7 @@ using emulator::begin_counting;
 using emulator::dynamic_shared_memory;
 using emulator::end_batch;
 using emulator::expect_bytes;
+using emulator::prefetch;
 using emulator::wait_for_bytes;
 using emulator::wait_for_cluster;
 using emulator::wait_for_grid;
