@@ -333,7 +333,7 @@ def test_prefetch(emulator, dtypes, shape, pin):
     assert_parity(results, inputs)
     for plan, read in zip(plans, [(inputs.X,), (inputs.X, inputs.dY)], strict=True):
         number = numbers(plan)
-        assert number["bytes_ahead"] == l2_bytes // 5
+        assert number["bytes_ahead"] == l2_bytes // 6
         size = sum(operand.nbytes for operand in read)
         pixel = size // (N * HxW)
         if pin.scheme == "resident":
