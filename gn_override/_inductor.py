@@ -11,15 +11,17 @@ A norm and the activation after it become one call before all that: see _inducto
 
 AOTInductor always decomposes: what it packages runs where this package is not imported. So does
 what is compiled with torch._dynamo.config.caching_precompile, which other processes load as it is.
+Up to PyTorch 2.13 these and torch.export trace norms with PyTorch's own layouts, too, of which a
+later view may have need.
 
 Inductor is slow to import and most programs never do. So an import hook waits for the module that
 holds its lowerings, which is loaded before anything can be compiled, and is gone after that.
 
 Compiled code that is cached on disk is looked up by the graph before decomposition, so code of
 another side of the switch, or of a process without this package, would be found. Therefore
-torch.compiler.config.cache_key_tag ends in a tag of ours where Inductor leaves calls to us, or
-where autocast is told to preserve dtypes. A program that sets the tag itself should do so before it
-imports this package.
+torch.compiler.config.cache_key_tag ends in a tag of ours while the override is on, and tells
+whether Inductor leaves calls to us and autocast is told to preserve dtypes. A program that sets the
+tag itself should do so before it imports this package.
 
 That tag and the pass of _inductor_fuse are settings of PyTorch's, which belong to a thread since
 2.13. What we do to them holds for all threads but others that have set them too: see _amend().
@@ -60,6 +62,7 @@ _CACHE_TAG = "-".join(
     ("gn_override", _library.build_info()["version"], *_library.build_info()["backends"])
 )
 
+_LAYOUTS_TAG = "-".join((_CACHE_TAG, "layouts"))
 _PRESERVE_TAG = "-autocast-preserve"
 
 _turning = threading.RLock()
@@ -67,12 +70,15 @@ _wanted = True
 
 
 @functools.cache  # gn_override may be reloaded
-def install() -> None:
+def install() -> torch.library.Library:
     """Makes Inductor follow the switch from the first turn() on."""
     if _LOWERINGS in sys.modules:
         _inductor_loaded()
     else:
         sys.meta_path.insert(0, _Hook())
+    library = torch.library.Library("gn_override", "IMPL")
+    library.impl("traces_for_elsewhere", traces_for_elsewhere, "CompositeImplicitAutograd")
+    return library
 
 
 def is_active() -> bool:
@@ -80,11 +86,27 @@ def is_active() -> bool:
     return _wanted and torch.ops.gn_override.is_enabled()
 
 
-def leaves_calls() -> bool:
-    """Whether it does so in what it compiles now, which runs in this process alone."""
-    from torch._inductor.virtualized import V
+def traces_for_elsewhere() -> bool:
+    """Whether what is traced or compiled now may run in a process without this package."""
+    if torch.compiler.is_exporting():
+        return True
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is not None and virtualized.V.aot_compilation:
+        return True
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and dynamo.config.caching_precompile
 
-    return is_active() and not V.aot_compilation and not torch._dynamo.config.caching_precompile
+
+def leaves_calls() -> bool:
+    """Whether it does so in what it compiles now."""
+    return is_active() and not traces_for_elsewhere() and not _compiles_in_a_child()
+
+
+def _compiles_in_a_child() -> bool:
+    """Whether graphs are lowered by processes that may not have imported this package."""
+    from torch._inductor import compile_fx
+
+    return compile_fx.fx_compile_mode == compile_fx.FxCompileMode.SUBPROCESS
 
 
 def set_inductor(enabled: bool) -> None:
@@ -154,12 +176,16 @@ def _turn(setter: Callable[[bool], bool], on: bool) -> bool:
 def _follow() -> None:
     """Makes Inductor follow the switch."""
     active = is_active()
-    tag = _CACHE_TAG if active else ""
-    if torch.ops.gn_override.is_enabled() and torch.ops.gn_override.autocast_preserves():
+    # Layouts are ours also where Inductor compiles all.
+    on = torch.ops.gn_override.is_enabled()
+    tag = _CACHE_TAG if active else _LAYOUTS_TAG if on else ""
+    if on and torch.ops.gn_override.autocast_preserves():
         tag += _PRESERVE_TAG
 
     def with_tag(before: str) -> str:
-        return before.removesuffix(_PRESERVE_TAG).removesuffix(_CACHE_TAG) + tag
+        for ours in (_PRESERVE_TAG, _CACHE_TAG, _LAYOUTS_TAG):
+            before = before.removesuffix(ours)
+        return before + tag
 
     _amend(torch.compiler.config, "cache_key_tag", with_tag)
     if _LOWERINGS in sys.modules:

@@ -137,19 +137,23 @@ def _taken(
     known = _is_plain(X) and isinstance(num_groups, int) and isinstance(eps, float)
     for argument, value in ((weight, gamma), (bias, beta)):
         known = known and (argument is None or _is_plain(value))
-    if not known or _changes(beta):
+    if not known or _changes(bias, beta):
         return False
     if out_dtype == torch.float32:  # autocast casts them
         gamma, beta = (t if t is None else t.float() for t in (gamma, beta))
     return _meta.takes_act(X, num_groups, gamma, beta, out_dtype)
 
 
-def _changes(bias: Tensor | None) -> bool:
-    """Whether the program changes the bias in place, as Dynamo has run it on fake tensors.
+def _changes(argument: Any, bias: Tensor | None) -> bool:
+    """Whether the program may change the bias in place, as Dynamo has run it on fake tensors.
 
     PyTorch's own norm lets it, before backward as well; ours, with an activation, keeps the bias.
+    A change of its `.data` has no version: so of what the program computes and has another use of.
     """
-    return bias is not None and not bias.is_inference() and bias._version > 0
+    if bias is None or bias.is_inference():
+        return False
+    computed = isinstance(argument, Node) and argument.op not in ("placeholder", "get_attr")
+    return bias._version > 0 or (computed and len(argument.users) > 1)
 
 
 def _is_plain(value: Any) -> bool:

@@ -400,15 +400,21 @@ def test_cache_tag_keeps_the_users() -> None:
     ours = config.cache_key_tag
     assert "gn_override" in ours
     try:
-        gn_override.set_inductor(False)
+        gn_override.set_inductor(False)  # layouts are still ours
+        layouts = config.cache_key_tag
+        assert "gn_override" in layouts and layouts != ours
+        gn_override.disable()
         assert config.cache_key_tag == ""
         config.cache_key_tag = "mine"
+        gn_override.enable()
+        assert config.cache_key_tag == "mine" + layouts
         gn_override.set_inductor(True)
         assert config.cache_key_tag == "mine" + ours
         gn_override.disable()
         assert config.cache_key_tag == "mine"
     finally:
         config.cache_key_tag = ""
+        gn_override.set_inductor(True)
         gn_override.enable()
 
 
@@ -535,6 +541,13 @@ def bias_changed_later(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return Y
 
 
+def data_of_bias_changed_later(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    beta = beta * 1
+    Y = norm_silu(X, gamma, beta)
+    beta.data.mul_(3)
+    return Y
+
+
 def used_twice(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     Y = norm(X, gamma, beta)
     return F.silu(Y) + Y
@@ -564,6 +577,8 @@ def changed_in_place(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         (lambda X, *t: norm_silu(norm_silu(X, *t), *t), ["silu", "silu"]),
         (changed_in_between, ["silu"]),
         (bias_changed_later, []),
+        (data_of_bias_changed_later, []),
+        (lambda X, gamma, beta: norm_silu(X, gamma, beta * 2), ["silu"]),
         (used_twice, []),
         (changed_in_place, []),
         (no_grad_norm, []),
@@ -653,6 +668,13 @@ def test_what_other_processes_load_keeps_stocks() -> None:
     assert after_the_pass(norm_silu, *tensors) == ["silu"]
     with torch._dynamo.config.patch(caching_precompile=True):
         assert not inductor_config.pre_grad_custom_pass.active()
+
+
+def test_what_a_child_process_compiles_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has imported PyTorch alone."""
+    compile_fx = torch._inductor.compile_fx
+    monkeypatch.setattr(compile_fx, "fx_compile_mode", compile_fx.FxCompileMode.SUBPROCESS)
+    assert not inductor_config.pre_grad_custom_pass.active()
 
 
 class Recorded(CustomGraphPass):
@@ -814,6 +836,37 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x.transpose(1, 2), GROUPS).transpose(1, 2).flatten(1)
+
+
+class Viewed(nn.Module):
+    """Tracing drops contiguous() of what is so already; the view needs it in PyTorch's layout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Y = F.group_norm(x.transpose(1, 2), GROUPS)
+        return Y.transpose(1, 2).contiguous().view(len(x), -1)
+
+
+layouts_are_stocks = pytest.mark.skipif(
+    not _library.build_info()["conditions"]["STOCK_DROPS_LAYOUT"],
+    reason="fake tensors do not ask who will run the program",
+)
+
+
+@layouts_are_stocks
+@pytest.mark.parametrize("strict", [False, True])
+def test_views_of_exported_programs(strict: bool) -> None:
+    tokens = torch.randn(2, 8, 6)
+    program = torch.export.export(Viewed(), (tokens,), strict=strict)
+    expected = Viewed()(tokens)
+    torch.testing.assert_close(program.module()(tokens), expected)
+    with gn_override.disabled():
+        torch.testing.assert_close(program.module()(tokens), expected)
+
+
+@layouts_are_stocks
+def test_layouts_of_aotinductor() -> None:
+    with FakeTensorMode(), V.set_aot_compilation(True):
+        assert F.group_norm(torch.randn(2, 8, 6).transpose(1, 2), GROUPS).is_contiguous()
 
 
 def test_exported_programs_run_without_the_package(tmp_path: Path) -> None:

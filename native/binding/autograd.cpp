@@ -22,6 +22,7 @@
 #include "native/binding/autograd.h"
 #include "native/binding/classify.h"
 #include "native/binding/generated/kernels.h"
+#include "native/binding/question.h"
 #include "native/binding/state.h"
 
 namespace gn_override::binding {
@@ -64,6 +65,16 @@ bool keeps_layout(const Tensor& X) {
 // tensor tells that it has a tangent further out.
 bool inside_dual_level() {
   return torch::autograd::ForwardADLevel::try_get_by_idx(/*idx=*/0) != nullptr;
+}
+
+// Whether a program is traced that may run without this package: layouts are
+// stock's there (gn_override/_inductor.py).
+bool traces_for_elsewhere(const Tensor& X) {
+  if (!X.key_set().has(c10::DispatchKey::Python)) {
+    return false;
+  }
+  static const PythonQuestion ask("gn_override::traces_for_elsewhere");
+  return ask();
 }
 
 struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {
@@ -175,7 +186,8 @@ Tensor group_norm_composite(
     return at::native::group_norm(
         X, num_groups, weight, bias, eps, cudnn_enabled);
   };
-  if (!is_on() || !serves(input.device()) || !keeps_layout(input)) {
+  if (!is_on() || !serves(input.device()) || !keeps_layout(input) ||
+      traces_for_elsewhere(input)) {
     return stock(input);
   }
   // Forward-mode AD and functorch do not take a C++ autograd function. Stock's

@@ -1,9 +1,7 @@
 // aten's CUDA key.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/native_group_norm_backward_cuda_dispatch.h>
 #include <ATen/ops/native_group_norm_cuda_dispatch.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -20,6 +18,7 @@
 #include "native/binding/devices.h"
 #include "native/binding/generated/kernels.h"
 #include "native/binding/plan_cache.h"
+#include "native/binding/question.h"
 #include "native/launch/launch.h"
 
 namespace gn_override::binding {
@@ -61,14 +60,8 @@ bool may_take_whole_chip(int index) {
               static_cast<c10::DeviceIndex>(index)))) {
     return false;
   }
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("gn_override::may_take_whole_chip", "")
-          .typed<bool()>();
-  // No mode or transform that is under way sees a question of ours.
-  const c10::impl::ExcludeDispatchKeyGuard guard(
-      c10::DispatchKeySet(c10::DispatchKeySet::FULL));
-  return op.call();
+  static const PythonQuestion ask("gn_override::may_take_whole_chip");
+  return ask();
 }
 
 } // namespace
