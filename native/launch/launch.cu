@@ -174,9 +174,11 @@ cudaError_t launch_forward(
         return resident_forward<T, TY, fused>(problem, plan, arguments, stream);
       case Scheme::kTwoPass:
         return two_pass_forward<T, TY, fused>(problem, plan, arguments, stream);
-      default:
-        return cudaErrorInvalidValue;
+      case Scheme::kAten:
+      case Scheme::kChannelsLastCPU:
+        break;
     }
+    return cudaErrorInvalidValue;
   });
 }
 
@@ -205,9 +207,11 @@ cudaError_t launch_backward(
       case Scheme::kTwoPass:
         return two_pass_backward<T, TY, fused>(
             problem, plan, arguments, stream);
-      default:
-        return cudaErrorInvalidValue;
+      case Scheme::kAten:
+      case Scheme::kChannelsLastCPU:
+        break;
     }
+    return cudaErrorInvalidValue;
   });
 }
 

@@ -139,11 +139,11 @@ constexpr double kCooperativeBytesPerNs = 35.5;
 constexpr int64_t kCachedWave = 3;
 constexpr double kCachedGain = 0.6;
 
-// Blocks of plans of several waves ask for what is read so much later that it is
-// a sixth of the L2 cache: enough for the time that they exchange and store, and
-// little enough to be there when it is read. In 62 steps of large tensors on an
-// H200 these plans are 1% faster so on average, up to 4%, and one takes 2%
-// longer; with a fourth of the cache some take 7% longer.
+// Blocks of plans of several waves ask for what is read so much later that it
+// is a sixth of the L2 cache: enough for the time that they exchange and store,
+// and little enough to be there when it is read. In 62 steps of large tensors
+// on an H200 these plans are 1% faster so on average, up to 4%, and one takes
+// 2% longer; with a fourth of the cache some take 7% longer.
 constexpr int64_t kAheadShare = 6;
 constexpr int kPrefetchCapability = 90;
 
@@ -350,12 +350,17 @@ bool can_keep(const Problem& problem) {
   return vector_width(problem) * size_of(problem.dtype) >= kNarrowestCopy;
 }
 
+// Whether pins leave the scheme to the policy, or say this one.
+bool allow(const Pins& pins, Scheme scheme) {
+  return pins.scheme == Scheme::kAten || pins.scheme == scheme;
+}
+
 Candidate best_resident(const Problem& problem, const Device& device) {
   Candidate best;
-  if (!can_keep(problem)) {
+  const Pins& pins = device.pins;
+  if (!allow(pins, Scheme::kResident)) {
     return best;
   }
-  const Pins& pins = device.pins;
   const auto consider = [&](const Candidate& candidate) {
     if (candidate.nanoseconds < best.nanoseconds) {
       best = candidate;
@@ -497,7 +502,7 @@ Candidate cooperative_candidate(
 
 Candidate best_cooperative(const Problem& problem, const Device& device) {
   Candidate best;
-  if (!device.whole_chip || !can_keep(problem)) {
+  if (!device.whole_chip || !allow(device.pins, Scheme::kCooperative)) {
     return best;
   }
   for_each_slice(problem, device, [&](int columns) {
@@ -520,6 +525,9 @@ Candidate best_cooperative(const Problem& problem, const Device& device) {
 }
 
 double two_pass_nanoseconds(const Problem& problem, const Device& device) {
+  if (!allow(device.pins, Scheme::kTwoPass)) {
+    return kNever;
+  }
   // X, X, Y; or dY, X, dY, X, dX
   const int64_t bytes = problem.numel() *
       (2 * problem.element_bytes_read() + problem.element_bytes_written());
@@ -533,22 +541,27 @@ double two_pass_nanoseconds(const Problem& problem, const Device& device) {
   return result;
 }
 
-// The fastest plan by the estimates, if it is of the scheme.
-template <Scheme kScheme>
-std::optional<Plan> plan_fastest(const Problem& problem, const Device& device) {
-  const Scheme pinned = device.pins.scheme;
-  const auto estimate = [&](Scheme scheme, auto best) {
-    const bool allowed = pinned == Scheme::kAten || pinned == scheme;
-    return allowed ? best(problem, device) : Candidate{};
-  };
-  const Candidate resident = estimate(Scheme::kResident, best_resident);
-  const Candidate cooperative =
-      estimate(Scheme::kCooperative, best_cooperative);
-  const Candidate& best =
-      resident.nanoseconds <= cooperative.nanoseconds ? resident : cooperative;
-  const double two_pass =
-      pinned == Scheme::kAten ? two_pass_nanoseconds(problem, device) : kNever;
-  if (best.nanoseconds < two_pass && best.plan.scheme == kScheme) {
+// Of the other schemes than registers, the one that is estimated to be the
+// fastest has a plan.
+
+std::optional<Plan> plan_resident(
+    const Problem& problem,
+    const Device& device) {
+  const Candidate best = best_resident(problem, device);
+  if (best.nanoseconds < two_pass_nanoseconds(problem, device) &&
+      best.nanoseconds <= best_cooperative(problem, device).nanoseconds) {
+    return best.plan;
+  }
+  return std::nullopt;
+}
+
+// After plan_resident(): where that has none, it is not as fast as this one or
+// two passes.
+std::optional<Plan> plan_cooperative(
+    const Problem& problem,
+    const Device& device) {
+  const Candidate best = best_cooperative(problem, device);
+  if (best.nanoseconds < two_pass_nanoseconds(problem, device)) {
     return best.plan;
   }
   return std::nullopt;
@@ -637,7 +650,7 @@ std::optional<Plan> plan_registers(
     const Problem& problem,
     const Device& device) {
   const Pins& pins = device.pins;
-  if (pins.scheme != Scheme::kAten && pins.scheme != Scheme::kRegisters) {
+  if (!allow(pins, Scheme::kRegisters)) {
     return std::nullopt;
   }
   const bool forward = problem.direction == Direction::kForward;
@@ -712,9 +725,7 @@ constexpr Condition kCudaDevice{
     [](const Problem&, const Device& device) { return device.sm_count > 0; }};
 constexpr Condition kCanKeep{
     "pixels that can be copied to shared memory, 4 bytes at least at a time",
-    [](const Problem& problem, const Device&) {
-      return problem.N > 0 && can_keep(problem);
-    }};
+    [](const Problem& problem, const Device&) { return can_keep(problem); }};
 
 constexpr Condition kWholeChip{
     "a GPU that this process may fill: no other's kernels wait for it",
@@ -730,14 +741,18 @@ constexpr Condition kNarrowPixels{
       return problem.C <= kMostKeptChannels;
     }};
 
-constexpr Condition kWholeVectors{
-    "half or bfloat16 alone, in groups of whole vectors of 16 bytes",
+constexpr Condition kTwoByteType{
+    "one type of two bytes for X, Y, weight and bias",
     [](const Problem& problem, const Device&) {
-      const int64_t vector = 16 / size_of(problem.dtype);
       return size_of(problem.dtype) == 2 && !problem.wide_output &&
           problem.param_dtype == problem.dtype &&
-          problem.wide_statistics == problem.is_fused() &&
-          problem.alignment == 16 && problem.D() % vector == 0;
+          problem.wide_statistics == problem.is_fused();
+    }};
+constexpr Condition kWholeVectors{
+    "groups of whole vectors of 16 bytes, aligned to them",
+    [](const Problem& problem, const Device&) {
+      return problem.alignment == kWideVector &&
+          problem.D() * size_of(problem.dtype) % kWideVector == 0;
     }};
 static_assert(kMostElements == 20480, "as the condition says");
 constexpr Condition kSmallGroups{
@@ -754,6 +769,7 @@ constexpr std::array kRegistersConditions{
     kNotEmpty,
     kFitsGrid,
     kCudaDevice,
+    kTwoByteType,
     kWholeVectors,
     kSmallGroups,
 };
@@ -792,14 +808,14 @@ const std::array kRules{
     Rule{
         "resident",
         kResidentConditions,
-        plan_fastest<Scheme::kResident>,
+        plan_resident,
         "a cluster keeps a sample's slice in shared memory between statistics "
         "and normalisation, so X is read once (128x256x28x28 bf16 on an H200: "
         "1.1 times a copy forward)"},
     Rule{
         "cooperative",
         kCooperativeConditions,
-        plan_fastest<Scheme::kCooperative>,
+        plan_cooperative,
         "slices too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "
         "H200: 1.5 times a copy forward, two passes 1.7)"},

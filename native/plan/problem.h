@@ -83,11 +83,12 @@ struct Problem {
   constexpr DType output_dtype() const {
     return wide_output ? accumulator_dtype() : dtype;
   }
-  // Of an element of each: X, and backward dY; and Y, or dX.
+  // Of an element of X and, backward, of dY.
   constexpr int64_t element_bytes_read() const {
     return size_of(dtype) +
         (direction == Direction::kForward ? 0 : size_of(output_dtype()));
   }
+  // Of an element of Y, or of dX.
   constexpr int64_t element_bytes_written() const {
     return size_of(direction == Direction::kForward ? output_dtype() : dtype);
   }
