@@ -68,7 +68,8 @@ def group_norm_act(
 
 def _are_operators_watched() -> bool:
     """Whether a mode sees the operators that are called, other than FakeTensorMode."""
-    return _dispatch_modes() > (_dispatch_mode(_FAKE) is not None)
+    fake = 0 if _dispatch_mode(_FAKE) is None else 1
+    return _dispatch_modes() > fake
 
 
 def _are_functions_watched() -> bool:

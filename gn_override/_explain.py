@@ -103,7 +103,7 @@ class Explanation:
         lines.append(f"why       {self.reason}")
         lines.append(f"traffic   {self._traffic()}")
         for declined in self.declined:
-            lines.append(f"not {declined.rule}: needs " + ", needs ".join(declined.failed))
+            lines.append(f"not {declined.rule}: needs " + "; ".join(declined.failed))
         return "\n".join(lines)
 
     def _traffic(self) -> str:

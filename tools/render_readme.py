@@ -66,7 +66,7 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 # What whole models are held against besides stock, and the title of its column.
-_LIMITS = {"stock_nchw": "stock NCHW", "floor": "floor", "copies": "norms as copies"}
+_LIMITS = {"stock_nchw": "stock NCHW", "floor": "no such norms", "copies": "norms as copies"}
 # What tools/neighbours.py finds, and the title of its column.
 _COMPILED = {
     "graphs": "graphs",
@@ -108,7 +108,7 @@ def models(content: dict[str, Any]) -> str:
     ]
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", *_LIMITS.values()]
     floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
-    legend = f"Floor: {'; '.join(floors)}. "
+    legend = f"No such norms: {'; '.join(floors)}. "
     if "BatchNorm" in legend:
         legend += "The time with BatchNorm is a comparison, not a bound. "
     notes = "".join(f" {mark}: {note}." for note, mark in marks.items())

@@ -66,7 +66,8 @@ bool runs_now(
   using Modes = c10::impl::TorchDispatchModeTLS;
   const bool is_fake =
       Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
-  return Modes::stack_len() == is_fake && !inside_functorch_transform() &&
+  return Modes::stack_len() == (is_fake ? 1 : 0) &&
+      !inside_functorch_transform() &&
       !tls_is_dispatch_key_included(DispatchKey::PreDispatch) &&
       !tls_is_dispatch_key_included(DispatchKey::Tracer) && is_plain(X) &&
       is_plain(gamma) && is_plain(beta) && !is_dual(X) && !is_dual(gamma) &&

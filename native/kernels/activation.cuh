@@ -12,7 +12,8 @@
 // result is rounded to two bytes, cheaper functions leave 2^-16 at most.
 //
 // Kernels have an activation where kFused is true. What the others do not need
-// is marked "kFused alone".
+// is marked "kFused alone", at the end of the line: codegen/group_norm.yaml
+// takes such lines out of the change to PyTorch.
 #pragma once
 
 #include "native/kernels/hardware.cuh"

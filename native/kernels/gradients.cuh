@@ -231,7 +231,7 @@ __device__ __forceinline__ void fold_rows(
   });
 }
 
-// Those of a channel that are wanted.
+// Stores dgamma and dbeta of a channel, each where it is wanted.
 template <typename T>
 __device__ __forceinline__ void set_parameter_gradients(
     int channel,

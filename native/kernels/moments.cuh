@@ -144,7 +144,8 @@ struct DeviationSums {
   }
 };
 
-// Parts whose mean is near enough that of all: their deviation by a fifth.
+// The mean of so many parts is within about a fifth, 1 / sqrt(32), of their
+// deviation from the mean of all.
 constexpr int kSampledParts = 32;
 // A part of so many elements is near enough for float statistics that only a
 // backward pass reads, that of two-byte results with an activation.
@@ -285,7 +286,7 @@ struct Normalization {
     shift[j] = beta - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
   }
 
-  // From now on for pixels without values of their channels.
+  // Makes the map take X where it took X + added.
   __device__ void move(const Vector<T, kVector>& added) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {

@@ -129,7 +129,7 @@ struct PlainSum {
   }
 };
 
-// The one of them that suits results of T.
+// Compensated, unless results are rounded to two bytes.
 template <typename T, typename Acc>
 using Total =
     std::conditional_t<sizeof(T) == 2, PlainSum<Acc>, CompensatedSum<Acc>>;

@@ -53,7 +53,8 @@ struct PlaceInGroup {
     first_warp = first_thread / kWarpSize;
   }
 
-  // Element of the thread's first pixel, or of another's.
+  // Element of the thread's first pixel; of row 0's where it has none, as loads
+  // need an address.
   __device__ int64_t offset(const GroupTiling& tiling) const {
     const int first = pixels > 0 ? row : 0;
     return (n * tiling.HxW + first) * tiling.C + channel;
@@ -85,7 +86,8 @@ __device__ __forceinline__ void load_own_pixels(
   }
 }
 
-// Of a power of two: few additions wait for each other.
+// The sum of a power of two of values, by pairs: few additions wait for each
+// other.
 template <typename Acc, int kCount>
 __device__ __forceinline__ Acc sum_of(const Acc (&value)[kCount]) {
   Acc sums[kCount];
@@ -153,7 +155,7 @@ struct GroupParameters {
   }
 };
 
-// Of mean and rstd.
+// Type of mean and rstd.
 template <typename T, bool kFused>
 using Statistic = std::conditional_t<kFused, Accumulator<T>, T>;
 

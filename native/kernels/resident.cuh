@@ -55,8 +55,9 @@ template <bool kWholeChip, typename Value>
 using Exchange =
     std::conditional_t<kWholeChip, ChipExchange<Value>, ClusterExchange<Value>>;
 
-// Parts that a lane holds while it merges those of a group: at most 32 of a
-// cluster's blocks, two of each, or as many as the chip has blocks.
+// Parts that a lane holds while it merges those of a group, at most. A
+// cluster's blocks, up to 16, leave 32 or fewer, one for each lane; the chip's
+// a part each.
 template <bool kWholeChip>
 constexpr int kHeldParts = kWholeChip ? 5 : 1;
 
@@ -104,8 +105,8 @@ struct Item {
   }
 };
 
-// Its exchange: slots of the cluster are the item's, slots of the chip those of
-// all items.
+// The exchange of an item. A cluster's slots are those of the item, the chip's
+// those of all items.
 template <
     bool kWholeChip,
     bool kAllSamples = false,
@@ -423,7 +424,7 @@ struct ClusterShare {
         channels(of_tile > rank ? blocks.quotient(of_tile - rank - 1) + 1 : 0),
         first_slot(first_slot) {}
 
-  // That the block will get.
+  // Values that the block will get.
   __device__ int values() const {
     return channels * blocks.divisor();
   }

@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(
       });
 }
 
-// That a thread of a team reads at once.
+// Items that a thread of a team loads before it uses the first.
 constexpr int kItemsAtOnce = 4;
 
 // coefficients[n][g] = s * (sum gamma dY, sum gamma dY xhat). One team for each

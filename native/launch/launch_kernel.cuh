@@ -160,7 +160,7 @@ inline Tiling tiling_of(
   return tiling;
 }
 
-// Of `samples` samples.
+// Of a grid over `samples` samples.
 inline unsigned blocks_of(const Plan& plan, int64_t samples) {
   return static_cast<unsigned>(samples * plan.splits * plan.column_tiles);
 }
