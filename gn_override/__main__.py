@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--dtype", default="float32", help="fp32, fp64, fp16 or bf16")
     explain.add_argument("--param-dtype", help="of weight and bias; default: --dtype")
     explain.add_argument("--device", choices=("cpu", "cuda"), help=_DEVICE)
-    explain.add_argument("--activation", default="identity", help="fused with the norm: silu, ...")
+    explain.add_argument(
+        "--activation", default="identity", help="fused: relu, silu, gelu or gelu_tanh"
+    )
     explain.add_argument("--backward", action="store_true", help="the backward of the call")
     explain.add_argument(
         "--layout",

@@ -300,7 +300,8 @@ class _Hook:
 
         def execute_and_tell(module: ModuleType) -> None:
             execute(module)
-            sys.meta_path.remove(self)
+            if self in sys.meta_path:  # a program may have put another list there
+                sys.meta_path.remove(self)
             _inductor_loaded()
 
         spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]

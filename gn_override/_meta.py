@@ -129,9 +129,7 @@ def _fake_act(
 ) -> tuple[Tensor, Tensor, Tensor]:
     N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
     dtype = out_dtype or input.dtype
-    ours = _serves(input, dtype) and _fits_forward(
-        input, weight, bias, N, C, HxW, num_groups, dtype
-    )
+    ours = _fits_forward(input, weight, bias, N, C, HxW, num_groups, dtype)
     mean, rstd = (input.new_empty((N, num_groups), dtype=_accumulator(input)) for _ in range(2))
     return _empty_like(input, ours, dtype), mean, rstd
 
@@ -161,23 +159,8 @@ def _fake_act_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
     dtype = _param_dtype(grad_out, weight, bias)
-    ours = (
-        mean.dtype in (dtype, _accumulator(input))
-        and _serves(input, grad_out.dtype)
-        and _fits_backward(
-            grad_out,
-            input,
-            mean,
-            rstd,
-            weight,
-            bias,
-            dtype,
-            N,
-            C,
-            HxW,
-            num_groups,
-            grad_out.dtype,
-        )
+    ours = mean.dtype in (dtype, _accumulator(input)) and _fits_backward(
+        grad_out, input, mean, rstd, weight, bias, dtype, N, C, HxW, num_groups, grad_out.dtype
     )
     return (
         _empty_like(input, ours, input.dtype) if output_mask[0] else None,
@@ -260,11 +243,6 @@ def takes_backward(
     )
 
 
-def _serves(X: Tensor, out_dtype: torch.dtype) -> bool:
-    """There are kernels from X's dtype to Y's."""
-    return out_dtype == X.dtype or X.device.type == "cuda"
-
-
 def _fits_forward(
     input: Tensor,
     weight: Tensor | None,
@@ -332,7 +310,7 @@ def _takes(
             dtype == X.dtype or (half and dtype == torch.float32)
             for dtype in (param_dtype, out_dtype)
         )
-        and not (wide and param_dtype != out_dtype)
+        and not (wide and (param_dtype != out_dtype or X.device.type != "cuda"))
     )
 
 

@@ -40,7 +40,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._pytree import tree_map_only
 
 import gn_override
-from gn_override import _library
+from gn_override import _library, _meta
 
 aten = torch.ops.aten
 OPS = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
@@ -668,6 +668,14 @@ def test_what_other_processes_load_keeps_stocks() -> None:
     assert after_the_pass(norm_silu, *tensors) == ["silu"]
     with torch._dynamo.config.patch(caching_precompile=True):
         assert not inductor_config.pre_grad_custom_pass.active()
+
+
+def test_no_float32_from_half_on_a_cpu() -> None:
+    """Nor does the pass take a norm for ours that no kernel runs."""
+    X, gamma, beta = operands((2, 6, 7, 5), "cpu")
+    X = X.detach().bfloat16()
+    assert _meta.takes_act(X, GROUPS, gamma.bfloat16(), beta.bfloat16(), None)
+    assert not _meta.takes_act(X, GROUPS, gamma, beta, torch.float32)
 
 
 def test_what_a_child_process_compiles_is_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
