@@ -435,6 +435,53 @@ struct ClusterShare {
   }
 };
 
+// dgamma and dbeta of the channels of a share, whose tile starts at
+// first_channel.
+template <typename T>
+__device__ __forceinline__ void sum_share(
+    const ClusterShare& share,
+    int first_channel,
+    const Pair<Accumulator<T>>* slots,
+    ParameterOut<T> dgamma,
+    ParameterOut<T> dbeta) {
+  for (int i = threadIdx.x; i < share.channels; i += blockDim.x) {
+    auto ds = CompensatedSum<Accumulator<T>>::zero();
+    auto db = CompensatedSum<Accumulator<T>>::zero();
+    for (int block = 0; block < share.blocks.divisor(); ++block) {
+      const Pair<Accumulator<T>> sum = slots[share.slot(i, block)];
+      ds.add(sum.first);
+      db.add(sum.second);
+    }
+    const int c = i * share.blocks.divisor() + share.rank;
+    set_parameter_gradients(
+        first_channel + c, ds.value(), db.value(), dgamma, dbeta);
+  }
+}
+
+// dgamma and dbeta of all channels, of [rows, C] sums that all blocks wrote.
+template <typename T>
+__device__ __forceinline__ void sum_by_whole_chip(
+    int C,
+    int64_t rows,
+    const Pair<Accumulator<T>>* sums,
+    CompensatedSum<Accumulator<T>>* shared, // two of each thread
+    ParameterOut<T> dgamma,
+    ParameterOut<T> dbeta) {
+  for (int first = blockIdx.x * kParameterChannels; first < C;
+       first += gridDim.x * kParameterChannels) {
+    __syncthreads(); // nobody reads `shared` any more
+    sum_parameter_gradients<T>(
+        C,
+        rows,
+        static_cast<int>(blockDim.x) / kParameterChannels,
+        first,
+        sums,
+        shared,
+        dgamma,
+        dbeta);
+  }
+}
+
 // dX unless it is null, and unless `sums` is null, sums[n][split][c] =
 // (sum dZ xhat, sum dZ), from which a cluster leaves dgamma and dbeta to
 // parameter_gradients. per_group and of_chip: as forward.
@@ -719,18 +766,7 @@ __global__ void __launch_bounds__(
   }
 
   if constexpr (kAllSamples) {
-    for (int i = threadIdx.x; i < share.channels; i += blockDim.x) {
-      auto ds = CompensatedSum<Acc>::zero();
-      auto db = CompensatedSum<Acc>::zero();
-      for (int block = 0; block < share.blocks.divisor(); ++block) {
-        const Pair<Acc> sum = exchange.slots[share.slot(i, block)];
-        ds.add(sum.first);
-        db.add(sum.second);
-      }
-      const int c = i * share.blocks.divisor() + share.rank;
-      set_parameter_gradients(
-          item.first_channel + c, ds.value(), db.value(), dgamma, dbeta);
-    }
+    sum_share(share, item.first_channel, exchange.slots, dgamma, dbeta);
   }
   // All blocks' sums were there when they met for the last time. Theirs take
   // the slab's place, in which each thread has a ring at least.
@@ -738,19 +774,13 @@ __global__ void __launch_bounds__(
       kRingAhead<true> * kPixels * kVector * (sizeof(T) + sizeof(TY)) >=
       2 * sizeof(CompensatedSum<Acc>));
   if (kWholeChip && sums != nullptr) {
-    for (int first = blockIdx.x * kParameterChannels; first < shape.C;
-         first += gridDim.x * kParameterChannels) {
-      __syncthreads(); // the slab has been read, or the sums before
-      sum_parameter_gradients<TY>(
-          shape.C,
-          shape.N * tiling.splits.divisor(),
-          static_cast<int>(blockDim.x) / kParameterChannels,
-          first,
-          sums,
-          reinterpret_cast<CompensatedSum<Acc>*>(shared),
-          dgamma,
-          dbeta);
-    }
+    sum_by_whole_chip(
+        shape.C,
+        shape.N * tiling.splits.divisor(),
+        sums,
+        reinterpret_cast<CompensatedSum<Acc>*>(shared),
+        dgamma,
+        dbeta);
   }
 }
 
