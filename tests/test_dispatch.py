@@ -344,7 +344,10 @@ def test_second_derivatives_in_stocks_layout_and_memory(
     with gn_override.disabled():
         stock = strides_and_bytes()
     assert ours[0] == stock[0]
-    assert ours[1] < stock[1] + leaves[0].nbytes // 2  # mean and rstd, but no copy of X
+    # Mean and rstd, but no copy of X; a fused norm makes one of (N, C, L), which since 2.14 PyTorch
+    # makes in its kernel.
+    copies = activation != "identity" and len(shape) == 3 and not CONDITIONS["STOCK_DROPS_LAYOUT"]
+    assert ours[1] < stock[1] + (copies + 0.5) * leaves[0].nbytes
 
 
 @pytest.mark.skipif(not CONDITIONS["STOCK_DROPS_LAYOUT"], reason="autograd is stock's")
