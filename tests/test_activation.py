@@ -671,22 +671,22 @@ def test_only_one_operand_has_a_tangent(device, which):
 
 @pytest.mark.parametrize("which", range(3), ids=["X", "weight", "bias"])
 def test_function_of_a_dual_operand_is_pytorchs(device, which):
-    """Its own norm and activation, in their layout, or with their error."""
+    """Its own norm and activation, in their layout."""
     tensors = [t.detach() for t in small(device, "channels_last")]
 
-    def outcome() -> object:
+    def primal_and_tangent() -> tuple[Tensor, Tensor]:
         with forward_ad.dual_level():
             operands = list(tensors)
             operands[which] = forward_ad.make_dual(tensors[which], tensors[which].cos())
-            try:
-                Y = gn_override.functional.group_norm(operands[0], 3, *operands[1:], 1e-5, "relu")
-            except RuntimeError as error:
-                return str(error)
-            return [(t.stride(), t.tolist()) for t in forward_ad.unpack_dual(Y)]
+            Y = gn_override.functional.group_norm(operands[0], 3, *operands[1:], 1e-5, "relu")
+            return tuple(t.clone() for t in forward_ad.unpack_dual(Y))
 
     with gn_override.disabled():
-        stock = outcome()
-    assert outcome() == stock or isinstance(stock, str)
+        try:
+            stock = primal_and_tangent()
+        except RuntimeError as error:
+            pytest.xfail(f"stock cannot do it: {error}")
+    torch.testing.assert_close(primal_and_tangent(), stock, check_stride=True)
 
 
 def test_second_derivative_of_the_backward_operator_is_an_error(device):
