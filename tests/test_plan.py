@@ -491,8 +491,8 @@ DRIVER = r"""
 using namespace gn_override;
 
 // Lines of: device backward dtype param_dtype wide N C HxW G channels_last alignment threads
-// sm_count compute_capability shared_memory_per_block l2_bytes clusters whole_chip; one answer a
-// line.
+// sm_count compute_capability shared_memory_per_block l2_bytes clusters whole_chip l2_policies;
+// one answer a line.
 int main() {
   int device, backward, dtype, param_dtype, wide, channels_last;
   Problem p;
@@ -503,7 +503,7 @@ int main() {
     for (size_t size = 1; size < d.clusters.size(); ++size) {
       std::cin >> d.clusters[size];
     }
-    std::cin >> d.whole_chip;
+    std::cin >> d.whole_chip >> d.l2_policies;
     p.device = static_cast<DeviceType>(device);
     p.direction = static_cast<Direction>(backward);
     p.dtype = static_cast<DType>(dtype);

@@ -304,7 +304,7 @@ template <typename T>
 __global__ void __launch_bounds__(kMaxThreads) parameter_gradients(
     int C,
     int64_t rows,
-    const Pair<Accumulator<T>>* __restrict__ sums,
+    const Pair<Accumulator<T>>* sums,
     ParameterOut<T> dgamma,
     ParameterOut<T> dbeta) {
   wait_for_previous_kernel();

@@ -58,11 +58,11 @@ __device__ __forceinline__ uint64_t cache_policy(Eviction eviction) {
   return policy;
 }
 
-// As above, with a cache policy.
+// As above, with a cache policy, where Device::l2_policies.
 template <typename Vector, typename T>
 __device__ __forceinline__ void
 copy_async(Vector* shared, const T* global, uint64_t policy) {
-#if __CUDA_ARCH__ >= 800
+#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000
   const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   if constexpr (sizeof(Vector) == 16) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
@@ -222,7 +222,8 @@ __device__ __forceinline__ void wait_for_grid() {
 // launched that (programmatic dependent launch).
 
 // Returns when the kernel before has ended and its results are visible: nothing
-// may touch global memory earlier.
+// may touch global memory earlier. So no kernel says that what it reads is
+// constant (const __restrict__, __ldg): compilers move such loads ahead of it.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_own_pixels(
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
     const int64_t from = i * rows < pixels ? i * step : 0;
-    pixel[i] = __ldg(reinterpret_cast<const uint4*>(address + from));
+    pixel[i] = *reinterpret_cast<const uint4*>(address + from);
   }
 }
 
@@ -207,12 +207,12 @@ __global__ void __launch_bounds__(kMaxRegisterThreads) registers_forward_kernel(
     GroupTiling tiling,
     Accumulator<T> per_group,
     Accumulator<T> eps,
-    const T* __restrict__ X,
+    const T* X,
     const T* added, // kFused alone
     const T* gamma,
     const T* beta,
     Activation activation, // kFused alone
-    T* __restrict__ Y,
+    T* Y,
     Statistic<T, kFused>* mean_out,
     Statistic<T, kFused>* rstd_out) {
   using Acc = Accumulator<T>;
@@ -228,8 +228,8 @@ __global__ void __launch_bounds__(kMaxRegisterThreads) registers_forward_kernel(
   uint4 own_added = {}; // kFused alone
   if constexpr (kFused) {
     if (added != nullptr) {
-      own_added = __ldg(
-          reinterpret_cast<const uint4*>(added + at.n * tiling.C + at.channel));
+      own_added =
+          *reinterpret_cast<const uint4*>(added + at.n * tiling.C + at.channel);
     }
   }
 
@@ -298,14 +298,14 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
         GroupTiling tiling,
         int samples,
         Accumulator<T> per_group,
-        const T* __restrict__ dY,
-        const T* __restrict__ X,
+        const T* dY,
+        const T* X,
         const Statistic<T, kFused>* mean_in,
         const Statistic<T, kFused>* rstd_in,
         const T* gamma,
         const T* beta, // kFused alone
         Activation activation, // kFused alone
-        T* __restrict__ dX,
+        T* dX,
         ParameterOut<T> dgamma,
         ParameterOut<T> dbeta) {
   using Acc = Accumulator<T>;

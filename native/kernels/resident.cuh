@@ -212,13 +212,13 @@ __global__ void __launch_bounds__(
         Waves waves,
         Accumulator<T> per_group,
         Accumulator<T> eps,
-        const T* __restrict__ X,
-        const T* __restrict__ added, // kFused alone
+        const T* X,
+        const T* added, // kFused alone
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta,
         Activation activation, // kFused alone
         Moments<Accumulator<T>>* of_chip,
-        TY* __restrict__ Y,
+        TY* Y,
         ParameterOut<TY> mean_out,
         ParameterOut<TY> rstd_out) {
   using Acc = Accumulator<T>;
@@ -503,16 +503,16 @@ __global__ void __launch_bounds__(
         ResidentLayout layout,
         Waves waves,
         Accumulator<T> per_group,
-        const TY* __restrict__ dY,
-        const T* __restrict__ X,
+        const TY* dY,
+        const T* X,
         ParameterIn<TY> mean_in,
         ParameterIn<TY> rstd_in,
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
         Pair<Accumulator<T>>* of_chip,
-        Pair<Accumulator<T>>* __restrict__ sums,
-        T* __restrict__ dX,
+        Pair<Accumulator<T>>* sums,
+        T* dX,
         ParameterOut<TY> dgamma,
         ParameterOut<TY> dbeta) {
   using Acc = Accumulator<T>;

@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     statistics(
         Shape shape,
         Tiling tiling,
-        const T* __restrict__ X,
-        Moments<Accumulator<T>>* __restrict__ partial) {
+        const T* X,
+        Moments<Accumulator<T>>* partial) {
   using Acc = Accumulator<T>;
   const Position at =
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     int lanes,
     int vector,
     Accumulator<T> eps,
-    const Moments<Accumulator<T>>* __restrict__ partial,
-    Moments<Accumulator<T>>* __restrict__ moments,
+    const Moments<Accumulator<T>>* partial,
+    Moments<Accumulator<T>>* moments,
     ParameterOut<T> mean_out,
     ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
@@ -131,12 +131,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     normalize(
         Shape shape,
         Tiling tiling,
-        const T* __restrict__ X,
-        const Moments<Accumulator<T>>* __restrict__ moments,
+        const T* X,
+        const Moments<Accumulator<T>>* moments,
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta,
         Activation activation, // kFused alone
-        TY* __restrict__ Y) {
+        TY* Y) {
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
       shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
@@ -200,14 +200,14 @@ __global__ void __launch_bounds__(
     gradient_sums(
         Shape shape,
         Tiling tiling,
-        const TY* __restrict__ dY,
-        const T* __restrict__ X,
+        const TY* dY,
+        const T* X,
         ParameterIn<TY> mean_in,
         ParameterIn<TY> rstd_in,
         ParameterIn<TY> gamma, // kFused alone
         ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
-        Pair<Accumulator<T>>* __restrict__ sums) {
+        Pair<Accumulator<T>>* sums) {
   using Acc = Accumulator<T>;
   const Position at =
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
@@ -270,9 +270,9 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
     Shape shape,
     int lanes,
     int splits,
-    const Pair<Accumulator<T>>* __restrict__ sums,
+    const Pair<Accumulator<T>>* sums,
     ParameterIn<T> gamma,
-    Pair<Accumulator<T>>* __restrict__ coefficients) {
+    Pair<Accumulator<T>>* coefficients) {
   using Acc = Accumulator<T>;
   const Team<kBlock> team(lanes);
   const int64_t index = team.index();
@@ -324,15 +324,15 @@ __global__ void __launch_bounds__(
     input_gradient(
         Shape shape,
         Tiling tiling,
-        const TY* __restrict__ dY,
-        const T* __restrict__ X,
+        const TY* dY,
+        const T* X,
         ParameterIn<TY> mean_in,
         ParameterIn<TY> rstd_in,
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
-        const Pair<Accumulator<T>>* __restrict__ coefficients,
-        T* __restrict__ dX) {
+        const Pair<Accumulator<T>>* coefficients,
+        T* dX) {
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
       shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);

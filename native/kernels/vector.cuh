@@ -187,7 +187,7 @@ __device__ __forceinline__ Vector<T, kVector> load(const T* address) {
   using W = typename Word<sizeof(T) * kVector>::type;
   const W* word_address = reinterpret_cast<const W*>(address);
   const W word =
-      kReuse == Reuse::kStream ? __ldcs(word_address) : __ldg(word_address);
+      kReuse == Reuse::kStream ? __ldcs(word_address) : *word_address;
   Vector<T, kVector> result;
   memcpy(&result, &word, sizeof(word));
   return result;

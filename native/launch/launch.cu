@@ -145,6 +145,7 @@ cudaError_t describe_device(Device& device) {
     device.shared_memory_per_block = shared_bytes;
     device.l2_bytes = l2_bytes;
     device.whole_chip = cooperative != 0;
+    device.l2_policies = major_capability < 10;
     device.clusters = {};
     device.clusters[1] = device.sm_count;
     if (device.compute_capability >= kClusterCode) {

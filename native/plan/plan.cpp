@@ -148,7 +148,8 @@ std::string to_string(const Device& device) {
   for (size_t size = 1; size < device.clusters.size(); ++size) {
     out += (size == 1 ? "" : ",") + std::to_string(device.clusters[size]);
   }
-  return out + " whole_chip=" + std::to_string(device.whole_chip);
+  return out + " whole_chip=" + std::to_string(device.whole_chip) +
+      " l2_policies=" + std::to_string(device.l2_policies);
 }
 
 std::string to_string(const Plan& plan) {

@@ -460,7 +460,7 @@ Candidate cooperative_candidate(
       std::max<int64_t>(0, pixels_of_thread(plan) - plan.pixels_kept);
   const int64_t of_wave =
       problem.numel() / problem.N * samples * problem.element_bytes_read();
-  if (of_wave <= kCachedWave * device.l2_bytes) {
+  if (device.l2_policies && of_wave <= kCachedWave * device.l2_bytes) {
     plan.pixels_cached = std::min(
         read_again,
         device.l2_bytes / 2 /

@@ -124,11 +124,6 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
 }
 
 template <typename T>
-T __ldg(const T* address) {
-  return *address;
-}
-
-template <typename T>
 T __ldcs(const T* address) {
   return *address;
 }

@@ -17,7 +17,7 @@ namespace native {
 //     one pixel or one channel makes it, or is empty;
 //   * another operand of X's size is not laid out as X, or any operand has
 //     another dtype than X, or X one that is not float, double, half, bfloat16;
-//   * an address is not a multiple of the element's size;
+//   * the address of an operand of X's size is not a multiple of its elements';
 //   * an operand has no memory, or the arguments do not fit together: those
 //     kernels raise the errors;
 //   * N or C is beyond what a grid can count (2^30);
