@@ -6,7 +6,9 @@ is all: ``torch.nn.GroupNorm`` and ``torch.nn.functional.group_norm`` on channel
 (NHWC, NDHWC, NLC) now run on this package's kernels, forward and backward. Everything else goes
 to PyTorch as before. ``GN_OVERRIDE=0`` in the environment imports without switching on.
 
-The switch is one flag of the process, shared by all threads; it may be flipped at any time.
+The switch is one flag of the process, shared by all threads; it may be flipped at any time, which
+drops what torch.compile has made. Where code that a compile runs, a backend for example, flips it
+and does not flip it back, that waits for the next enable(), disable() or set_...() outside.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ __all__ = [
 
 try:
     _library.load()
+    _package = _library.first_import()
 except ImportError:
     from gn_override import _doctor
 
@@ -97,7 +100,7 @@ def __dir__() -> list[str]:
 
 
 # The switch once more: an operator that is asked would become a part of what is traced.
-_on = False
+_on: bool = globals().get("_on", False)  # which a reload finds
 
 
 def _set_on(on: bool) -> bool:
@@ -160,8 +163,10 @@ def disabled() -> Iterator[None]:
         yield
 
 
-_meta.install()
-_inductor.install()
-_whole_chip.install()
+with _library.unseen():
+    _meta.install()
+    _inductor.install()
+    _whole_chip.install()
+vars(torch.ops.gn_override)["_package"] = _package  # for first_import()
 if os.environ.get("GN_OVERRIDE", "1") != "0":
-    enable()
+    _package.enable()

@@ -133,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "doctor":
         from gn_override import _doctor
 
+        if not all(options.modules):
+            options.parser.error("--import: the name of a module")
         return _doctor.main(modules=options.modules, as_json=options.json)
     if options.command == "demo":
         from gn_override import _demo

@@ -121,6 +121,7 @@ class Explanation:
         return text
 
 
+@_library.untraced()
 def explain(
     input_or_module: Tensor | nn.GroupNorm,
     num_groups: int | None = None,

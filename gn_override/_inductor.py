@@ -29,6 +29,7 @@ That tag and the pass of _inductor_fuse are settings of PyTorch's, which belong 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -39,6 +40,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch.utils._config_module import _UNSET_SENTINEL
 
 from gn_override import _library, _meta
@@ -67,6 +69,9 @@ _PRESERVE_TAG = "-autocast-preserve"
 
 _turning = threading.RLock()
 _wanted = True
+
+# The setters of what was changed inside a compile and not changed back there: older graphs remain.
+_left_changed: set[Callable[[bool], bool]] = set()
 
 
 @functools.cache  # gn_override may be reloaded
@@ -142,6 +147,10 @@ def turn(setter: Callable[[bool], bool], on: bool) -> bool:
     call, and layouts that hold on one side of the switch only, are built into them. In a function
     that is compiled itself, a change breaks the graph.
 
+    Code that a compile runs, a backend for example, may turn too, but no graph can be dropped
+    there. Unless such a change is undone in a compile, older graphs are dropped at the next turn
+    outside, even one that changes nothing. Until then they run as they are.
+
     Args:
         setter: of the switch, of set_inductor() or of set_autocast(); returns what was before.
         on: what it is given.
@@ -160,16 +169,28 @@ def turn(setter: Callable[[bool], bool], on: bool) -> bool:
     return before
 
 
+@_library.unseen()
 def _turn(setter: Callable[[bool], bool], on: bool) -> bool:
+    compiling = CompileContext.try_get() is not None
     with _turning:
-        with torch._C._DisableTorchDispatch():  # or make_fx records the call
-            before = setter(on)
+        before = setter(on)
         if before != on:
-            _meta.follow()
-            _follow()
+            try:
+                _meta.follow()
+                _follow()
+            except BaseException:
+                setter(before)
+                raise
+            _left_changed.symmetric_difference_update({setter})
+        drops = not compiling and (before != on or bool(_left_changed))
+        if drops:
+            _left_changed.clear()
     # Not under our lock: this takes Dynamo's, and code that Dynamo runs under it may turn.
-    if before != on and "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+    if drops and "torch._dynamo" in sys.modules:
+        # It raises while a backward is compiled without Dynamo or by another thread, when it has
+        # dropped the graphs.
+        with contextlib.suppress(AssertionError):
+            torch._dynamo.reset()
     return before
 
 
@@ -253,6 +274,7 @@ def _set_pass(active: bool) -> None:
     _amend(config, "pre_grad_custom_pass", with_ours)
 
 
+@_library.unseen()
 def _inductor_loaded() -> None:
     """Registers the lowerings, which are reached by calls that were not decomposed only."""
     from torch._inductor.lowering import make_fallback

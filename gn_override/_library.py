@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -86,6 +90,36 @@ def load() -> None:
         torch.ops.load_library(str(LIBRARY))
     except OSError as error:
         raise ImportError(f"{LIBRARY} cannot be loaded ({error}). {_rebuild()}") from error
+
+
+def first_import() -> Any:
+    """The package as it was first imported, which PyTorch holds functions of.
+
+    Where its modules have left sys.modules since, they are put back, and an import gives them.
+    """
+    package = vars(torch.ops.gn_override).get("_package", sys.modules["gn_override"])
+    for module in (package, *vars(package).values()):
+        if isinstance(module, ModuleType) and module.__name__.split(".")[0] == "gn_override":
+            sys.modules[module.__name__] = module
+    return package
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Context manager (or decorator): no mode sees the operators that are called inside."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Context manager (or decorator): torch.jit.trace records no operator that is called inside."""
+    trace = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(trace)  # type: ignore[attr-defined]
 
 
 def _release(version: str) -> list[str]:

@@ -101,6 +101,7 @@ class Report:
         return "\n".join(lines)
 
 
+@_library.untraced()
 def report() -> Report:
     """The state of the override in this process: versions, switch, dispatcher, counters."""
     built = _library.build_info()

@@ -24,7 +24,9 @@ import torch._inductor.compile_fx
 import torch.nn.functional as F
 from reference import ATEN, FUSED, calls, expect_calls, is_channels_last, lay_out
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._inductor import config as inductor_config
 from torch._inductor import decomposition
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -331,6 +333,146 @@ def test_changes_that_cannot_be_recorded(function: Callable[..., Tensor]) -> Non
     assert not [node for node in graph.nodes if "gn_override" in str(node.target)]
     with expect_calls("cpu", True, None):
         F.group_norm(X, GROUPS)
+
+
+@pytest.mark.parametrize("setting", ["switch", "set_inductor"])
+def test_changes_by_a_backend(setting: str) -> None:
+    """They hold for what it compiles, and what is undone drops nothing."""
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        if setting == "switch":
+            with gn_override.disabled():
+                return torch._inductor.compile(module, inputs)
+        gn_override.set_inductor(False)
+        code = torch._inductor.compile(module, inputs)
+        gn_override.set_inductor(True)
+        return code
+
+    tensors = operands((2, 6, 7, 5), "cpu")
+    expected = train(norm_silu, *tensors)
+    counter = CompileCounterWithBackend(backend)
+    function = compiled(norm_silu, backend=counter)
+    for _ in range(2):
+        with expect_calls("cpu", None, None):
+            actual = train(function, *tensors)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        gn_override.enable()
+    assert counter.frame_count == 1
+    assert gn_override.is_enabled() and gn_override.report().inductor
+
+
+@pytest.mark.parametrize("which", ["fw_compiler", "bw_compiler"])
+@pytest.mark.parametrize("by", ["torch.compile", "aot_function"])
+def test_changes_by_a_compiler_of_aotautograd(by: str, which: str) -> None:
+    """aot_function() compiles without Dynamo."""
+
+    def plain(module: torch.fx.GraphModule, _: object) -> Any:
+        return make_boxed_func(module.forward)
+
+    def switching(module: torch.fx.GraphModule, inputs: object) -> Any:
+        with gn_override.disabled():
+            return plain(module, inputs)
+
+    compilers = {"fw_compiler": plain, "bw_compiler": plain, which: switching}
+    if by == "torch.compile":
+        function = compiled(norm, backend=aot_autograd(**compilers))
+    else:
+        function = aot_function(norm, **compilers)
+    tensors = operands((2, 6, 7, 5), "cpu")
+    torch.testing.assert_close(train(function, *tensors), train(norm, *tensors))
+    assert gn_override.is_enabled()
+
+
+def test_a_change_that_a_backend_leaves() -> None:
+    """What was compiled before is dropped by the next call outside that could change something."""
+
+    def disabling(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        gn_override.disable()
+        return module.forward
+
+    tensors = operands((2, 6, 7, 5), "cpu")
+    counter = CompileCounterWithBackend("eager")
+    earlier = compiled(norm, backend=counter)
+    earlier(*tensors)
+    compiled(norm_silu, backend=disabling)(*tensors)
+    assert not gn_override.is_enabled()
+    for _ in range(2):
+        gn_override.disable()
+        earlier(*tensors)
+        assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_import_in_compiled_code(backend: str) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, torch\n"
+            f"@torch.compile(backend={backend!r})\n"
+            "def function(x):\n"
+            "    import gn_override\n"
+            "    return torch.nn.functional.silu(torch.nn.functional.group_norm(x, 4))\n"
+            "x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)\n"
+            "assert 'gn_override' not in sys.modules\n"
+            "y = function(x)\n"
+            "import gn_override\n"
+            "assert gn_override.is_enabled()\n"
+            "torch.testing.assert_close(y, function.__wrapped__(x))\n"
+            "gn_override.disable()\n"
+            "torch.testing.assert_close(function(x), y)\n",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("first", ["", "import torch._inductor.lowering\n"])
+def test_another_import_after_the_modules_are_gone(first: str) -> None:
+    """It puts the same modules back, whose functions PyTorch has: nothing is registered twice."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import sys, torch\n{first}"
+            "import gn_override, gn_override.nn\n"
+            "def purge():\n"
+            "    for name in [n for n in sys.modules if n.split('.')[0] == 'gn_override']:\n"
+            "        del sys.modules[name]\n"
+            "module = gn_override.nn.GroupNorm(4, 8, activation='silu')\n"
+            "purge()\n"
+            "import gn_override as again\n"
+            "assert again.is_enabled() and type(module) is again.nn.GroupNorm\n"
+            "import torch._inductor.lowering\n"
+            "from torch._inductor import config, decomposition\n"
+            "op = torch.ops.aten.native_group_norm.default\n"
+            "again.disable()\n"
+            "assert not gn_override.is_enabled()\n"
+            "stock = decomposition.decompositions[op]\n"
+            "assert stock is torch._decomp.get_decompositions([op])[op]\n"
+            "assert config.pre_grad_custom_pass is None\n"
+            "assert torch.compiler.config.cache_key_tag == ''\n"
+            "purge()\n"
+            "import gn_override._fuse\n"
+            "assert gn_override.is_enabled()\n"
+            "assert decomposition.decompositions[op].inductors is stock\n"
+            "assert config.pre_grad_custom_pass.before is None\n"
+            "f = lambda x: torch.nn.functional.silu(torch.nn.functional.group_norm(x, 4))\n"
+            "x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)\n"
+            "torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+            "calls = gn_override.report().calls\n"
+            "assert calls['group_norm_act cpu channels_last'] == 1, calls\n"
+            "gn_override.disable()\n"
+            "assert decomposition.decompositions[op] is stock\n"
+            "assert config.pre_grad_custom_pass is None\n",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_off_puts_the_tables_back() -> None:

@@ -21,7 +21,7 @@ from shapes import CPU_CASES, KERNEL_CASES
 from torch import nn
 
 import gn_override
-from gn_override import _demo, _explain, _library, _report
+from gn_override import _demo, _explain, _library, _meta, _report
 from gn_override.__main__ import _parser, main
 
 
@@ -90,6 +90,42 @@ def test_a_reload_is_another_import(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def test_a_reload_that_does_not_switch_on_changes_nothing(tmp_path):
+    code = (
+        "import importlib, os, gn_override\n"
+        "os.environ['GN_OVERRIDE'] = '0'\n"
+        "importlib.reload(gn_override)\n"
+        "assert gn_override.is_enabled()\n"
+    )
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("inductor", ["", "import torch._inductor.lowering\n"])
+@pytest.mark.parametrize("kind", ["dispatch", "function"])
+def test_modes_do_not_see_what_the_package_asks_itself(kind, inductor, tmp_path):
+    code = (
+        f"import torch\n{inductor}"
+        "from torch.overrides import TorchFunctionMode\n"
+        "from torch.utils._python_dispatch import TorchDispatchMode\n"
+        f"class Mode(Torch{kind.title()}Mode):\n"
+        f"    def __torch_{kind}__(self, function, types, args=(), kwargs=None):\n"
+        "        assert 'gn_override' not in str(function), function\n"
+        "        return function(*args, **(kwargs or {}))\n"
+        "with Mode():\n"
+        "    import gn_override\n"
+        "    gn_override.set_inductor(False)\n"
+        "    gn_override.set_inductor(True)\n"
+        "    gn_override.set_autocast('preserve')\n"
+        "    with gn_override.disabled():\n"
+        "        assert not gn_override.is_enabled()\n"
+        "    import torch._inductor.lowering\n"
+        "assert gn_override.is_enabled()\n"
+    )
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
 def test_every_public_name_is_there_and_no_other():
     for name in gn_override.__all__:
         assert getattr(gn_override, name) is not None
@@ -140,6 +176,16 @@ def test_contexts_decorate_functions_that_call_themselves():
     assert states(2) == [False, False, False]
     assert states(0) == [False]
     assert gn_override.is_enabled()
+
+
+def test_a_change_that_fails_changes_nothing(monkeypatch):
+    def follow() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_meta, "follow", follow)
+    with pytest.raises(KeyboardInterrupt), gn_override.disabled():
+        pass
+    assert gn_override.is_enabled() and torch.ops.gn_override.is_enabled()
 
 
 def test_switch_decides_who_runs_the_call():
@@ -647,6 +693,19 @@ def test_report_counts_calls():
     assert dataclasses.asdict(report)["calls"] == report.calls
 
 
+def test_report_and_explain_in_a_trace():
+    """They run, and are no part of it."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        assert gn_override.report().enabled
+        assert gn_override.explain(x, 32).served
+        return x + 1
+
+    traced = torch.jit.trace(function, channels_last(2, 64, 8, 8))
+    assert [node.kind() for node in traced.graph.nodes()][-1] == "aten::add"
+    assert "gn_override" not in str(traced.graph)
+
+
 # Types.
 
 
@@ -741,6 +800,7 @@ def test_command_line_explain(capsys):
         (["explain", "2x64x8x8", "--groups", "7"], "divide"),
         (["explain", "2x100000000000000000000x4x4", "--groups", "4"], "too large"),
         (["explain", "2x64x8x8", "--groups", "8", "--dtype", "int8"], "bf16"),
+        (["doctor", "--import", ""], "--import"),
         (["nonsense"], "nonsense"),
     ],
 )
