@@ -343,6 +343,9 @@ def test_second_derivatives_in_stocks_layout_and_memory(
     assert calls(FORWARD if activation == "identity" else "group_norm_act", device)[0] > 0
     with gn_override.disabled():
         stock = strides_and_bytes()
+    if device == "cuda" and CONDITIONS["STOCK_DROPS_LAYOUT"]:
+        # Stock's of X is NCHW or not, by how many nodes the thread has made that called.
+        del ours[0][3], stock[0][3]
     assert ours[0] == stock[0]
     # Mean and rstd, but no copy of X; a fused norm makes one of (N, C, L), which since 2.14 PyTorch
     # makes in its kernel.
