@@ -491,19 +491,19 @@ DRIVER = r"""
 using namespace gn_override;
 
 // Lines of: device backward dtype param_dtype wide N C HxW G channels_last alignment threads
-// sm_count compute_capability shared_memory_per_block l2_bytes clusters whole_chip l2_policies;
-// one answer a line.
+// sm_count compute_capability shared_memory_per_block l2_bytes l2_policies clusters whole_chip; one
+// answer a line.
 int main() {
   int device, backward, dtype, param_dtype, wide, channels_last;
   Problem p;
   Device d;
   while (std::cin >> device >> backward >> dtype >> param_dtype >> wide >> p.N >> p.C >> p.HxW >>
          p.G >> channels_last >> p.alignment >> d.threads >> d.sm_count >> d.compute_capability >>
-         d.shared_memory_per_block >> d.l2_bytes) {
+         d.shared_memory_per_block >> d.l2_bytes >> d.l2_policies) {
     for (size_t size = 1; size < d.clusters.size(); ++size) {
       std::cin >> d.clusters[size];
     }
-    std::cin >> d.whole_chip >> d.l2_policies;
+    std::cin >> d.whole_chip;
     p.device = static_cast<DeviceType>(device);
     p.direction = static_cast<Direction>(backward);
     p.dtype = static_cast<DType>(dtype);
@@ -641,6 +641,19 @@ def test_plans_that_leave_room_for_others(planner):
         if answer["rule"] == "cooperative" and other["rule"] == "two_pass":
             failed = {rule["rule"]: rule["failed"] for rule in other["declined"]}
             assert "no other's kernels wait for it" in failed["cooperative"][0]
+
+
+def test_plans_without_policies_of_the_l2_cache(planner):
+    """Nothing is to stay in it, and no plan counts on that."""
+    case = Case("reads_a_part_twice", (2, 320, 128, 128), 32)
+    question = (case, True, "bfloat16", 16)
+    before, policies, after = device_figures("cuda")[:5], "10", device_figures("cuda")[6:]
+    with_them, without = (
+        geometry(ask(planner, "cuda", [question], figures=[*before, p, *after])[0]["explain"])
+        for p in policies
+    )
+    assert with_them["pixels_cached"] > 0
+    assert without.get("pixels_cached", 0) == 0
 
 
 def test_measured_plans_are_of_one_gpu(planner):

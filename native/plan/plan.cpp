@@ -144,12 +144,12 @@ std::string to_string(const Device& device) {
       " compute_capability=" + std::to_string(device.compute_capability) +
       " shared_memory_per_block=" +
       std::to_string(device.shared_memory_per_block) +
-      " l2_bytes=" + std::to_string(device.l2_bytes) + " clusters=";
+      " l2_bytes=" + std::to_string(device.l2_bytes) +
+      " l2_policies=" + std::to_string(device.l2_policies) + " clusters=";
   for (size_t size = 1; size < device.clusters.size(); ++size) {
     out += (size == 1 ? "" : ",") + std::to_string(device.clusters[size]);
   }
-  return out + " whole_chip=" + std::to_string(device.whole_chip) +
-      " l2_policies=" + std::to_string(device.l2_policies);
+  return out + " whole_chip=" + std::to_string(device.whole_chip);
 }
 
 std::string to_string(const Plan& plan) {
