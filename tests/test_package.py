@@ -101,6 +101,67 @@ def test_a_reload_that_does_not_switch_on_changes_nothing(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_import_in_compiled_code(backend, tmp_path):
+    code = (
+        "import sys, torch\n"
+        f"@torch.compile(backend={backend!r})\n"
+        "def function(x):\n"
+        "    import gn_override\n"
+        "    return torch.nn.functional.silu(torch.nn.functional.group_norm(x, 4))\n"
+        "x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)\n"
+        "assert 'gn_override' not in sys.modules\n"
+        "y = function(x)\n"
+        "import gn_override\n"
+        "assert gn_override.is_enabled()\n"
+        "torch.testing.assert_close(y, function.__wrapped__(x))\n"
+        "gn_override.disable()\n"
+        "torch.testing.assert_close(function(x), y)\n"
+    )
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("first", ["", "import torch._inductor.lowering\n"])
+def test_another_import_after_the_modules_are_gone(first, tmp_path):
+    """It puts the same modules back, whose functions PyTorch has: nothing is registered twice."""
+    code = (
+        f"import sys, torch\n{first}"
+        "import gn_override, gn_override.nn\n"
+        "def purge():\n"
+        "    for name in [n for n in sys.modules if n.split('.')[0] == 'gn_override']:\n"
+        "        del sys.modules[name]\n"
+        "module = gn_override.nn.GroupNorm(4, 8, activation='silu')\n"
+        "purge()\n"
+        "import gn_override as again\n"
+        "assert again.is_enabled() and type(module) is again.nn.GroupNorm\n"
+        "import torch._inductor.lowering\n"
+        "from torch._inductor import config, decomposition\n"
+        "op = torch.ops.aten.native_group_norm.default\n"
+        "again.disable()\n"
+        "assert not gn_override.is_enabled()\n"
+        "stock = decomposition.decompositions[op]\n"
+        "assert stock is torch._decomp.get_decompositions([op])[op]\n"
+        "assert config.pre_grad_custom_pass is None\n"
+        "assert torch.compiler.config.cache_key_tag == ''\n"
+        "purge()\n"
+        "import gn_override._fuse\n"
+        "assert gn_override.is_enabled()\n"
+        "assert decomposition.decompositions[op].inductors is stock\n"
+        "assert config.pre_grad_custom_pass.before is None\n"
+        "f = lambda x: torch.nn.functional.silu(torch.nn.functional.group_norm(x, 4))\n"
+        "x = torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)\n"
+        "torch.testing.assert_close(torch.compile(f)(x), f(x))\n"
+        "calls = gn_override.report().calls\n"
+        "assert calls['group_norm_act cpu channels_last'] == 1, calls\n"
+        "gn_override.disable()\n"
+        "assert decomposition.decompositions[op] is stock\n"
+        "assert config.pre_grad_custom_pass is None\n"
+    )
+    result = python(code, tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("inductor", ["", "import torch._inductor.lowering\n"])
 @pytest.mark.parametrize("kind", ["dispatch", "function"])
 def test_modes_do_not_see_what_the_package_asks_itself(kind, inductor, tmp_path):

@@ -647,10 +647,10 @@ def test_plans_without_policies_of_the_l2_cache(planner):
     """Nothing is to stay in it, and no plan counts on that."""
     case = Case("reads_a_part_twice", (2, 320, 128, 128), 32)
     question = (case, True, "bfloat16", 16)
-    before, policies, after = device_figures("cuda")[:5], "10", device_figures("cuda")[6:]
+    figures = device_figures("cuda")
     with_them, without = (
-        geometry(ask(planner, "cuda", [question], figures=[*before, p, *after])[0]["explain"])
-        for p in policies
+        geometry(ask(planner, "cuda", [question], figures=of_device)[0]["explain"])
+        for of_device in ([*figures[:5], policies, *figures[6:]] for policies in "10")
     )
     assert with_them["pixels_cached"] > 0
     assert without.get("pixels_cached", 0) == 0
