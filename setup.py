@@ -97,6 +97,7 @@ CUDA_SOURCES = [
 ]
 
 # Later GPUs compile the PTX of 9.0 on first use.
+LEAST_CAPABILITY = (8, 0)  # that the kernels are for: see native/plan/plan.h
 DEFAULT_ARCHS = ["8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0"]
 
 # The names that TORCH_CUDA_ARCH_LIST may use, as torch reads them.
@@ -254,6 +255,8 @@ def select_archs(
         return archs, "TORCH_CUDA_ARCH_LIST"
     archs = []
     for major, minor in sorted(set(visible)):
+        if (major, minor) < LEAST_CAPABILITY:
+            continue
         arch = f"{major}.{minor}"
         if not is_known(arch):  # newer than nvcc: the GPU compiles the newest PTX
             older = [k for k in known if tuple(map(int, k.split("."))) <= (major, minor)]
@@ -263,7 +266,8 @@ def select_archs(
         archs.append(arch)
     if archs:
         return list(dict.fromkeys(archs)), "the GPUs of this machine"
-    return [a for a in DEFAULT_ARCHS if is_known(a)], "no GPU is visible, so the default list"
+    default = [arch for arch in DEFAULT_ARCHS if is_known(arch)]
+    return default, "no GPU of compute capability 8.0 or later is visible, so the default list"
 
 
 def gencode(archs: Iterable[str]) -> list[str]:

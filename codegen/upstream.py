@@ -20,6 +20,7 @@ _INCLUDES = re.compile(r"(?:^#include .*\n){2,}", re.MULTILINE)
 # What must not be left of this repository in a rendered file.
 _LEFT = re.compile(
     r"gn_override|GN_OVERRIDE|\bCPU\b|(?<!ATen/)native/(?:binding|cpu|kernels|launch|plan)/"
+    r"|\b(?:kernels|sweep|tune|fused)-[a-z0-9]+|\b(?=[a-f]*\d)[0-9a-f]{12}\b"
 )
 
 

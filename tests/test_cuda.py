@@ -253,6 +253,8 @@ def test_streams_side_by_side():
 # In a process of its own: what a green context leaves behind is for no other test. A replay that
 # waits for multiprocessors which it does not have would never end.
 NO_GREEN_CONTEXTS = 77
+# Of the whole chip, of large clusters backward, of one block.
+GREEN_CALLS = (((2, 320, 128, 128), 32), ((2, 320, 64, 64), 32), ((3, 9, 7, 7), 3))
 ON_GREEN_CONTEXT = f"""
 import sys
 
@@ -291,8 +293,8 @@ def on_green_context(run):
         context.pop_context()
 
 
-# Of the whole chip, of large clusters backward, of one block.
-for shape, groups in (((2, 320, 128, 128), 32), ((2, 320, 64, 64), 32), ((3, 9, 7, 7), 3)):
+plans = []
+for shape, groups in {GREEN_CALLS}:
     inputs = make_inputs(Case("green", shape, groups), "cuda", torch.bfloat16)
     torch.ops.gn_override.reset_counters()
     ours = on_green_context(lambda: composite(inputs))
@@ -310,6 +312,8 @@ for shape, groups in (((2, 320, 128, 128), 32), ((2, 320, 64, 64), 32), ((3, 9, 
     torch.testing.assert_close(
         Y, torch.ops.gn_override.group_norm_act_inference(*arguments), rtol=2e-2, atol=2e-2
     )
+    plans.append(gn_override.explain(i.X, i.groups, weight=i.gamma, bias=i.beta).plan)
+print(*plans, sep="\\n")
 """
 
 
@@ -326,6 +330,11 @@ def test_green_context(how):
     if run.returncode == NO_GREEN_CONTEXTS:
         pytest.skip(run.stdout.strip())
     assert run.returncode == 0, run.stdout
+    # What the first call found out about its part is not said of the whole.
+    assert run.stdout.splitlines()[-3:] == [
+        gn_override.explain(make_inputs(Case("", *call), "cuda", torch.bfloat16).X, call[1]).plan
+        for call in GREEN_CALLS
+    ]
 
 
 # Waits for the flag, for two seconds at most, and says so if that was in vain.

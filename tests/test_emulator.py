@@ -45,7 +45,7 @@ KERNELS = sorted((ROOT / "native" / "launch").glob("*.cu"))
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # DType of problem.h
 SCHEMES = ("aten", "registers", "resident", "cooperative", "two_pass")  # Scheme
-CODES = ("9.0", "8.0")  # emulator::Code
+CODES = ("9.0", "8.0", "9.0, small clusters")  # emulator::Code
 
 # Few elements: a thread that waits costs more than its sums.
 CASES = (
@@ -388,6 +388,16 @@ def test_older_code_has_no_clusters(emulator):
     emulator(inputs, Pin("resident", 2))
     with pytest.raises(CannotPlanError):
         emulator(inputs, Pin("resident", 2), code="8.0")
+
+
+def test_a_driver_that_refuses_large_clusters(emulator):
+    """They are optional, so nothing fails for their want."""
+    inputs = make_inputs(CASES[0], "cpu", torch.float32)
+    emulator(inputs, Pin("resident", 9))
+    with pytest.raises(CannotPlanError):
+        emulator(inputs, Pin("resident", 9), code="9.0, small clusters")
+    results, _ = emulator(inputs, Pin("resident", 2), code="9.0, small clusters")
+    assert_parity(results, inputs)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -424,15 +424,13 @@ def test_idle_threads_take_no_room():
 
 
 def test_estimates_count_activations():
-    """They make the cooperative scheme the faster one where it hides more of them: backward."""
-    case = next(case for case in KERNEL_CASES if case.name == "pr1" and case.dtype == "bfloat16")
-    rules = {
-        (activation, backward): explain(case, "cuda", backward, activation=activation)["rule"]
-        for activation in ("identity", "silu")
-        for backward in (False, True)
-    }
-    assert rules.pop(("silu", True)) == "cooperative"
-    assert set(rules.values()) == {"resident"}
+    """Clusters have more threads where these hide an activation."""
+    case = next(case for case in KERNEL_CASES if case.name == "sd15" and case.dtype == "float32")
+    alone, fused = (
+        explain(case, "cuda", False, activation=activation) for activation in ("identity", "silu")
+    )
+    assert alone["rule"] == fused["rule"] == "resident"
+    assert geometry(alone)["threads"] < geometry(fused)["threads"]
 
 
 def test_alignment_narrows_the_vector():
@@ -619,6 +617,16 @@ def test_measured_plans_that_a_device_cannot_run(planner):
     )
     assert geometry(measured)["cluster"] == 16 and "was measured" in measured["reason"]
     assert other["rule"] == "cooperative" and "was measured" not in other["reason"]
+
+
+def test_older_devices_are_left_to_pytorch(planner):
+    question = (KERNEL_CASES[0], False, "bfloat16", 16)
+    figures = device_figures("cuda")
+    for capability, served in (("80", True), ("75", False)):
+        figures[2] = capability
+        answer = ask(planner, "cuda", [question], figures=figures)[0]["explain"]
+        assert (answer["rule"] != "aten") == served
+    assert any("8.0 or later" in text for text in answer["declined"][0]["failed"])
 
 
 def test_plans_that_leave_room_for_others(planner):

@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAMacros.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -25,41 +26,38 @@ namespace gn_override::binding {
 
 namespace {
 
-constexpr int kMaxDevices = 64;
+struct DescribedOnce {
+  std::once_flag once;
+  Device device;
+};
 
-std::array<std::once_flag, kMaxDevices> once;
-std::array<Device, kMaxDevices> devices;
-
-// Figures of a device, read once per device and process; none where there is no
-// code for it.
-const Device& cuda_device(int index) {
-  TORCH_CHECK(
-      index >= 0 && index < kMaxDevices,
-      "gn_override: CUDA device index ",
-      index,
-      " is out of range");
-  std::call_once(once[index], [index] {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
-    const cudaError_t error = describe_device(devices[index]);
-    if (error == cudaErrorNoKernelImageForDevice ||
-        error == cudaErrorInvalidDeviceFunction) {
-      cudaGetLastError(); // is not for whoever asks next
-      devices[index] = {}; // which the policy has no kernels for
-    } else {
-      C10_CUDA_CHECK(error);
-    }
-  });
-  return devices[index];
+// Figures of a device, read once a process; none where there is no code for it.
+// Those of a part of it, which a green context is, are the first such part's.
+Device& cuda_device(int index) {
+  static std::array<DescribedOnce, C10_COMPILE_TIME_MAX_GPUS> wholes;
+  static std::array<DescribedOnce, C10_COMPILE_TIME_MAX_GPUS> parts;
+  const auto device_index = static_cast<c10::DeviceIndex>(index);
+  const bool whole =
+      has_whole_chip(c10::cuda::getCurrentCUDAStream(device_index));
+  DescribedOnce& described = (whole ? wholes : parts)[index];
+  std::call_once(
+      described.once, [&device = described.device, device_index, whole] {
+        const c10::cuda::CUDAGuard guard(device_index);
+        const cudaError_t error = describe_device(device);
+        if (error == cudaErrorNoKernelImageForDevice ||
+            error == cudaErrorInvalidDeviceFunction) {
+          cudaGetLastError(); // is not for whoever asks next
+          device = {}; // which the policy has no kernels for
+        } else {
+          C10_CUDA_CHECK(error);
+        }
+        device.whole_chip = device.whole_chip && whole;
+      });
+  return described.device;
 }
 
-// Device::whole_chip as far as other processes (gn_override/_whole_chip.py) and
-// the device's current stream go.
-bool may_take_whole_chip(int index) {
-  if (!has_whole_chip(
-          c10::cuda::getCurrentCUDAStream(
-              static_cast<c10::DeviceIndex>(index)))) {
-    return false;
-  }
+// Device::whole_chip as far as other processes go: gn_override/_whole_chip.py.
+bool may_take_whole_chip() {
   static const PythonQuestion ask("gn_override::may_take_whole_chip");
   return ask();
 }
@@ -68,8 +66,7 @@ bool may_take_whole_chip(int index) {
 
 void pin_plans(const Pins& pins) {
   for (int index = 0; index < c10::cuda::device_count(); ++index) {
-    cuda_device(index); // fills in the rest
-    devices[index].pins = pins;
+    cuda_device(index).pins = pins;
   }
 }
 
@@ -77,9 +74,8 @@ std::optional<Device> current_cuda_device() {
   if (c10::cuda::device_count() == 0) {
     return std::nullopt;
   }
-  const int index = c10::cuda::current_device();
-  Device device = cuda_device(index);
-  device.whole_chip = device.whole_chip && may_take_whole_chip(index);
+  Device device = cuda_device(c10::cuda::current_device());
+  device.whole_chip = device.whole_chip && may_take_whole_chip();
   return device;
 }
 
@@ -97,7 +93,7 @@ struct CUDABackend {
   static Plan plan(const Problem& problem, const at::Tensor& X) {
     const Device& device = cuda_device(X.device().index());
     const Plan plan = cached_plan(problem, device);
-    if (!takes_whole_chip(plan) || may_take_whole_chip(X.device().index())) {
+    if (!takes_whole_chip(plan) || may_take_whole_chip()) {
       return plan;
     }
     Device part = device;

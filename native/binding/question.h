@@ -16,8 +16,8 @@ class PythonQuestion {
                 .typed<bool()>()) {}
 
   bool operator()() const {
-    const c10::impl::ExcludeDispatchKeyGuard guard(
-        c10::DispatchKeySet(c10::DispatchKeySet::FULL));
+    const c10::impl::ExcludeDispatchKeyGuard guard{
+        c10::DispatchKeySet(c10::DispatchKeySet::FULL)};
     return op_.call();
   }
 

@@ -3,6 +3,7 @@
 // bit.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 

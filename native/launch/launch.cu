@@ -52,16 +52,14 @@ cudaError_t with_kernels(const Problem& problem, F f) {
 // Takes a multiprocessor's shared memory and nothing else.
 __global__ void occupy() {}
 
-// Device::clusters of more than one block.
-cudaError_t count_clusters(int shared_bytes, ClusterCounts& clusters) {
-  cudaError_t error = cudaFuncSetAttribute(
+// Device::clusters of more than one block. A driver that refuses what the
+// larger ones need has fewer of them.
+void count_clusters(int shared_bytes, ClusterCounts& clusters) {
+  cudaFuncSetAttribute(
       occupy, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error == cudaSuccess) {
-    error = cudaFuncSetAttribute(
-        occupy, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
-  for (unsigned size = 2; size < clusters.size() && error == cudaSuccess;
-       ++size) {
+  cudaFuncSetAttribute(
+      occupy, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  for (unsigned size = 2; size < clusters.size(); ++size) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim.x = size;
@@ -76,10 +74,9 @@ cudaError_t count_clusters(int shared_bytes, ClusterCounts& clusters) {
     if (cudaOccupancyMaxActiveClusters(&clusters[size], occupy, &config) !=
         cudaSuccess) {
       clusters[size] = 0; // not supported
-      cudaGetLastError();
     }
   }
-  return error;
+  cudaGetLastError(); // is not for whoever asks next
 }
 
 // cuStreamGetGreenCtx(), which returns a CUresult and sets a CUgreenCtx, or
@@ -149,7 +146,7 @@ cudaError_t describe_device(Device& device) {
     device.clusters = {};
     device.clusters[1] = device.sm_count;
     if (device.compute_capability >= kClusterCode) {
-      error = count_clusters(shared_bytes, device.clusters);
+      count_clusters(shared_bytes, device.clusters);
     }
   }
   return error;

@@ -58,11 +58,13 @@ cudaError_t prepare(int& code) {
         cudaFuncAttributeMaxDynamicSharedMemorySize,
         most - static_cast<int>(attributes.sharedSizeBytes));
   }
-  if (error == cudaSuccess && attributes.ptxVersion >= kClusterCode) {
-    error = cudaFuncSetAttribute(
-        kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
   if (error == cudaSuccess) {
+    if (attributes.ptxVersion >= kClusterCode &&
+        cudaFuncSetAttribute(
+            kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
+            cudaSuccess) {
+      cudaGetLastError(); // there are no such clusters: see count_clusters()
+    }
     code = attributes.ptxVersion;
     if (device < kMaxDevices) {
       codes[device] = code;

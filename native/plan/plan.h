@@ -55,6 +55,9 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 
+// CUDA: older devices have no asynchronous copies to shared memory.
+constexpr int kLeastComputeCapability = 80;
+
 // Blocks of a cluster that find room in any part of a device.
 constexpr int kMostOfAnyCluster = 8;
 

@@ -79,9 +79,10 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 // the others.
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
-// their candidates; they decide nothing else. Fitted to a sweep of the plans of
-// 117 shapes on an H200. tools/tune.py makes such sweeps, and says how much
-// longer the plans that are chosen take than the best ones.
+// their candidates; they decide nothing else. Fitted to sweeps of the plans of
+// 117 and, with activations and the prefetch, of 110 shapes on an H200.
+// tools/tune.py makes such sweeps, and says how much longer the plans that are
+// chosen take than the best ones.
 
 // By direction: forward, backward.
 using ByDirection = std::array<double, 2>;
@@ -111,7 +112,7 @@ constexpr double kLostThreads = 96.3;
 constexpr double kThread = 3.6;
 // What each wave of blocks but the first loses between its loads and its
 // stores, by the blocks that share a multiprocessor.
-constexpr std::array kPhaseChange{2970.0, 1470.0, 1450.0, 674.0};
+constexpr std::array kPhaseChange{2990.0, 1470.0, 1090.0, 841.0};
 // And each wave: for every channel that it folds, and every doubling of the
 // cluster.
 constexpr ByDirection kFoldedChannel{10.7, 5.11};
@@ -121,17 +122,16 @@ constexpr double kParameterGradients = 1790;
 
 // An activation, by the elements of a multiprocessor. Where clusters keep them
 // there are enough blocks to hide most of it, if they are of enough threads.
-// Fitted to a sweep of the plans of 35 shapes.
-constexpr ByDirection kActivation{0.03, 0.06};
-constexpr ByDirection kResidentActivation{0.01, 0.06};
+constexpr ByDirection kActivation{0.03, 0.0592};
+constexpr ByDirection kResidentActivation{0.01, 0.0531};
 constexpr double kLostActivationThreads = 400;
 
 // The cooperative scheme: a call, a wave, and what a block reads of a group in
 // an exchange.
-constexpr ByDirection kCooperativeCall{3580, 4510};
-constexpr ByDirection kCooperativeWave{4060, 4450};
+constexpr ByDirection kCooperativeCall{3580, 5240};
+constexpr ByDirection kCooperativeWave{4060, 4470};
 constexpr double kExchangedPart = 0.8;
-constexpr double kCooperativeBytesPerNs = 35.5;
+constexpr ByDirection kCooperativeBytesPerNs{35.5, 32.5};
 
 // Where a wave's operands are at most so many times the L2 cache, half of the
 // cache can be made to hold pixels until they are read again, which then takes
@@ -492,7 +492,7 @@ Candidate cooperative_candidate(
            kExchangedPart * plan.splits * plan.columns * plan.vector /
                static_cast<double>(problem.D()) +
            (all + again + bytes_written(problem, plan)) /
-               kCooperativeBytesPerNs);
+               of(kCooperativeBytesPerNs, problem));
   if (problem.is_fused()) {
     result.nanoseconds +=
         waves * of(kActivation, problem) * elements_of_block(plan);
@@ -721,8 +721,10 @@ constexpr Condition kFitsGrid{
           problem.N <= kLimit / ceil_div(problem.C, kNarrowestTile);
     }};
 constexpr Condition kCudaDevice{
-    "a CUDA device that there is code for",
-    [](const Problem&, const Device& device) { return device.sm_count > 0; }};
+    "a CUDA device of compute capability 8.0 or later that there is code for",
+    [](const Problem&, const Device& device) {
+      return device.compute_capability >= kLeastComputeCapability;
+    }};
 constexpr Condition kCanKeep{
     "pixels that can be copied to shared memory, 4 bytes at least at a time",
     [](const Problem& problem, const Device&) { return can_keep(problem); }};

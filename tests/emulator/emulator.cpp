@@ -266,6 +266,9 @@ cudaError_t launch(
   if (current_code == Code::k80 && (of_cluster > 1 || programmatic)) {
     throw std::runtime_error("the kernel's code does not know such a launch");
   }
+  if (current_code == Code::kSmallClusters && of_cluster > 8) {
+    return cudaErrorInvalidClusterSize;
+  }
   if (config.gridDim.x == 0 || config.gridDim.x % of_cluster != 0 ||
       config.blockDim.x == 0 || config.blockDim.x > 1024 ||
       config.dynamicSmemBytes > kMostSharedBytes) {
@@ -477,8 +480,12 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   return cudaSuccess;
 }
 
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
-  return cudaSuccess;
+cudaError_t
+cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int) {
+  return attribute == cudaFuncAttributeNonPortableClusterSizeAllowed &&
+          emulator::current_code == emulator::Code::kSmallClusters
+      ? cudaErrorNotSupported
+      : cudaSuccess;
 }
 
 cudaError_t cudaOccupancyMaxActiveClusters(
@@ -486,6 +493,9 @@ cudaError_t cudaOccupancyMaxActiveClusters(
     const void*,
     const cudaLaunchConfig_t* config) {
   const unsigned size = config->attrs[0].val.clusterDim.x;
+  if (size > 8 && emulator::current_code == emulator::Code::kSmallClusters) {
+    return cudaErrorInvalidClusterSize;
+  }
   *clusters = std::max(1, kMultiprocessors / static_cast<int>(size));
   return cudaSuccess;
 }

@@ -9,10 +9,11 @@ namespace emulator {
 // Of the order in which threads run.
 void seed(uint64_t value);
 
-// The device that runs what follows. Both are GPUs of capability 9.0; the
-// second has compiled the kernels of PTX for 8.0, which knows neither clusters
-// nor programmatic launches.
-enum class Code { k90, k80 };
+// The device that runs what follows. All are GPUs of capability 9.0; the second
+// has compiled the kernels of PTX for 8.0, which knows neither clusters nor
+// programmatic launches, and the third's driver refuses clusters of more than
+// eight blocks.
+enum class Code { k90, k80, kSmallClusters };
 void use(Code code);
 
 // What kernels have asked the L2 cache for since clear_prefetched().

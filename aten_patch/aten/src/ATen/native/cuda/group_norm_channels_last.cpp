@@ -31,10 +31,6 @@ namespace {
 
 using namespace group_norm_nhwc;
 
-// Older devices have no asynchronous copies to shared memory: there the kernels
-// are empty (see is_served() in group_norm/kernels/reduce.cuh).
-constexpr int kLeastComputeCapability = 80;
-
 // A launch of all multiprocessors waits for the kernels of other streams to
 // end. It would for ever where one of these waits for what comes after it, as a
 // kernel that receives from another process may. Who has none of those may ask
@@ -45,16 +41,24 @@ bool may_take_whole_chip() {
   return asked;
 }
 
+struct DescribedOnce {
+  c10::once_flag once;
+  Device device;
+};
+
+// Figures of the current device, read once a process. Those of a part of it,
+// which a green context is, are the first such part's.
 const Device& current_device() {
-  static std::array<c10::once_flag, C10_COMPILE_TIME_MAX_GPUS> once;
-  static std::array<Device, C10_COMPILE_TIME_MAX_GPUS> devices;
-  const auto index = c10::cuda::current_device();
-  c10::call_once(once[index], [&] {
-    Device& device = devices[index];
+  static std::array<DescribedOnce, C10_COMPILE_TIME_MAX_GPUS> wholes;
+  static std::array<DescribedOnce, C10_COMPILE_TIME_MAX_GPUS> parts;
+  const bool whole = has_whole_chip(c10::cuda::getCurrentCUDAStream());
+  DescribedOnce& described =
+      (whole ? wholes : parts)[c10::cuda::current_device()];
+  c10::call_once(described.once, [&device = described.device, whole] {
     C10_CUDA_CHECK(describe_device(device));
-    device.whole_chip = device.whole_chip && may_take_whole_chip();
+    device.whole_chip = device.whole_chip && whole && may_take_whole_chip();
   });
-  return devices[index];
+  return described.device;
 }
 
 std::optional<DType> dtype_of(const Tensor& X) {
@@ -153,16 +157,10 @@ std::optional<Problem> problem_of(
 const Plan* plan_of(const Problem& problem) {
   const Device& device = current_device();
   if (device.compute_capability < kLeastComputeCapability) {
-    return nullptr;
+    return nullptr; // the kernels are empty: see is_served() in reduce.cuh
   }
-  const Plan* plan = &cached_plan(problem, device);
-  if (takes_whole_chip(*plan) &&
-      !has_whole_chip(c10::cuda::getCurrentCUDAStream())) {
-    Device part = device;
-    part.whole_chip = false;
-    plan = &cached_plan(problem, part);
-  }
-  return plan->scheme == Scheme::kNone ? nullptr : plan;
+  const Plan& plan = cached_plan(problem, device);
+  return plan.scheme == Scheme::kNone ? nullptr : &plan;
 }
 
 Tensor empty_workspace(const Plan& plan, const Tensor& X) {
