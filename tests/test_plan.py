@@ -143,6 +143,17 @@ def test_many_small_samples_take_no_more_than_caches(backward, dtype):
     assert answer["workspace_bytes"] <= WORKSPACE_FREE, answer
 
 
+@directions
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize("C", [2, 3, 8, 32, 96, 320])
+@pytest.mark.parametrize("N, width", [(1, 4), (1, 64), (1, 200), (4, 32), (16, 16)])
+def test_chunks_are_worth_their_calls(N, C, width, dtype, backward):
+    """On a CPU: a sample of few channels is not cut into chunks of almost nothing."""
+    case = Case("few_channels", (N, C, width, width), 1)
+    plan = geometry(explain(case, "cpu", backward, dtype=dtype))
+    assert plan["splits"] == 1 or plan["pixels_per_split"] * C >= 4096 // 2, plan
+
+
 def assert_covers(answer: dict, case: Case, dtype: str, alignment: int) -> None:
     """Tiles cover [N, HxW, C] exactly: no channel and no pixel is left out or done twice."""
     plan = geometry(answer)
@@ -609,7 +620,7 @@ def test_planner_alone_gives_the_same_answers(planner, device_type):
 
 def test_measured_plans_that_a_device_cannot_run(planner):
     """Of clusters that it does not have: the estimates choose, and nothing is said of measuring."""
-    question = (Case("clusters_of_16", (4, 1920, 64, 64), 32), False, "bfloat16", 16)
+    question = (Case("clusters_of_16", (8, 1920, 64, 64), 32), False, "bfloat16", 16)
     figures = device_figures("cuda")
     measured, other = (
         ask(planner, "cuda", [question], figures=of_device)[0]["explain"]

@@ -80,9 +80,9 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
 // their candidates; they decide nothing else. Fitted to sweeps of the plans of
-// 117 and, with activations and the prefetch, of 110 shapes on an H200.
-// tools/tune.py makes such sweeps, and says how much longer the plans that are
-// chosen take than the best ones.
+// 117 shapes, and of 110 since blocks prefetch, on an H200. tools/tune.py makes
+// such sweeps, and says how much longer the plans that are chosen take than the
+// best ones.
 
 // By direction: forward, backward.
 using ByDirection = std::array<double, 2>;
