@@ -22,7 +22,7 @@ examples:
   python -m gn_override doctor               what is wrong, and how to mend it
 
 exit status: 0 all is well; 1 demo or bench found a wrong result or a call that ran elsewhere, or
-has no such device, or doctor found something; 2 wrong arguments.
+has no such device, or doctor found something; 2 wrong arguments; 130 interrupted.
 """
 _DEVICE = "default: the GPU if any"
 
@@ -183,8 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """main() for a shell: any encoding of stdout will do, and output that nobody reads any more
-    ends it without a traceback."""
+    """main() for a shell: any stdout will do, of any encoding or closed, and output that nobody
+    reads any more ends it without a traceback, as Ctrl-C does."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -193,6 +196,8 @@ def run() -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return status
 
 

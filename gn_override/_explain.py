@@ -191,8 +191,6 @@ def explain(
     answer = json.loads(
         torch.ops.gn_override.explain(x, weight, bias, num_groups, backward, activation, out_dtype)
     )
-    if x.is_cuda and "cuda" not in _library.build_info()["backends"]:
-        answer["declined_by_binding"] = "gn_override was built without its CUDA backend"
     # A declined call has not become a Problem, so the binding has no text for it.
     answer.setdefault("problem", _call_text(x, num_groups, backward))
     return _explanation(
@@ -271,11 +269,7 @@ def explain_shape(
         )
     )
     if channels_last and len(shape) > 5:  # which the planner does not see
-        answer |= {
-            "declined_by_binding": "channels-last inputs have 3 to 5 dimensions",
-            "declined": (),
-            "workspace_bytes": 0,
-        }
+        answer["declined_by_binding"] = "channels-last inputs have 3 to 5 dimensions"
     return _explanation(
         answer,
         device=torch.device(device),
@@ -296,18 +290,23 @@ def _explanation(
     measure_copy: bool,
 ) -> Explanation:
     """The planner's JSON as an Explanation."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    if on_gpu and "cuda" not in _library.build_info()["backends"]:
+        answer["declined_by_binding"] = "gn_override was built without its CUDA backend"
+    declined_by_binding = answer.get("declined_by_binding")
+    if declined_by_binding:  # whatever the planner would have done
+        answer |= {"rule": "aten", "declined": (), "workspace_bytes": 0}
     copy_speed = None
     if device.type == "cpu":
         name = cpu_name()
-    elif torch.cuda.is_available():
+    elif on_gpu:
         name = torch.cuda.get_device_name(device)
     else:
         name, copy_speed = answer["device"], _MODEL_GPU_COPY
     if measure_copy and copy_speed is None:
         copy_speed = _copy_speed(device)
 
-    declined_by_binding = answer.get("declined_by_binding")
-    rule = "aten" if declined_by_binding else answer["rule"]
+    rule = answer["rule"]
     served = rule != "aten"
     # X, Y; or dY, X, dX. In backward what is written is of X's size.
     minimum = answer.get("minimum_bytes", (3 if backward else 2) * tensor_bytes)

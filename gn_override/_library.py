@@ -88,8 +88,9 @@ def load() -> None:
         raise ImportError(f"gn_override's extension does not fit: {reason}. {_rebuild()}")
     try:
         torch.ops.load_library(str(LIBRARY))
-    except OSError as error:
-        raise ImportError(f"{LIBRARY} cannot be loaded ({error}). {_rebuild()}") from error
+    except OSError as error:  # of torch's own, whose cause has the linker's words
+        why = error.__cause__ or error
+        raise ImportError(f"{LIBRARY} cannot be loaded ({why}). {_rebuild()}") from error
 
 
 def first_import() -> Any:

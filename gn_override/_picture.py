@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ def path(text: str) -> Path:
     target = Path(text)
     if not target.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {target.parent}")
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{target} cannot be written")
     return target
 
 

@@ -162,6 +162,14 @@ def test_wrong_arguments(arguments, why, capsys):
     assert exit.value.code == 2 and why in capsys.readouterr().err
 
 
+def test_a_picture_that_cannot_be_written(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "bars.svg").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--plot", str(tmp_path / "bars.svg")])
+    assert "bars.svg cannot be written" in capsys.readouterr().err
+
+
 def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):

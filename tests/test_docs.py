@@ -167,6 +167,7 @@ HOW: dict[str, Callable[[str, Path], None]] = {
     "python tools/stage_upstream.py --check": by_ci(),
     "python tools/stage_upstream.py": parsed_in('"--pytorch"'),
     "pip install --no-build-isolation": by_ci("pip install --no-build-isolation"),
+    "python setup.py -q build_ext --inplace": parsed_in("def test_build_in_place"),
     "python setup.py -q build --build-base": parsed_in("def test_build_in_place"),
     "PYTHONPATH=$(echo /tmp/build-2.14/lib.*) pytest": parsed_in("def test_intact_copy_loads"),
     "pre-commit install": parsed_in("def test_pre_commit_runs_what_ci_runs"),

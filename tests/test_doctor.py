@@ -113,7 +113,7 @@ def damage(package: Path, how: str) -> None:
     ("how", "found"),
     [
         ("library is missing", "has no extension in"),
-        ("library is garbage", "cannot be loaded"),
+        ("library is garbage", "invalid ELF header"),  # the linker's words
         ("record is garbage", "is not the record of a build"),
         ("another torch", f"this is torch {torch.__version__}"),
     ],
@@ -224,7 +224,7 @@ def test_a_gpu_that_the_build_has_no_code_for(machine):
 def test_a_gpu_that_is_too_old(machine):
     machine.capability = (7, 5)
     check = only(_doctor._gpus(INFO | {"cuda_archs": ["7.5"]}))
-    assert not check.ok and "8.0 or later" in check.found and "GN_OVERRIDE=0" in check.mend
+    assert check.ok and "PyTorch's own kernels" in check.found
 
 
 def test_a_gpu_without_a_backend(machine):

@@ -21,7 +21,7 @@ from shapes import CPU_CASES, KERNEL_CASES
 from torch import nn
 
 import gn_override
-from gn_override import _demo, _explain, _library, _meta, _report
+from gn_override import __main__, _demo, _explain, _library, _meta, _report
 from gn_override.__main__ import _parser, main
 
 
@@ -605,6 +605,23 @@ def test_explain_shape_for_cuda(backward):
         assert explanation.copy_speed is not None
 
 
+@pytest.mark.parametrize("shape", [(2, 320, 64, 64), (2, 1, 64, 64)])
+def test_explain_shape_on_a_gpu_that_the_build_is_not_for(shape, monkeypatch, capsys):
+    """What runs there, and not what would run on the planner's own GPU."""
+    info = _library.build_info() | {"backends": ["cpu"]}
+    monkeypatch.setattr(_library, "build_info", lambda: info)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU-X")
+    monkeypatch.setattr(_explain, "_copy_speed", lambda device: 1e12)
+    explanation = _explain.explain_shape(shape, 1, device="cuda", dtype=torch.bfloat16)
+    assert not explanation.served and explanation.rule == "aten" and explanation.device == "GPU-X"
+    assert not (explanation.plan or explanation.declined or explanation.workspace_bytes)
+    assert explanation.reason == "gn_override was built without its CUDA backend"
+    assert main(["explain", "x".join(map(str, shape)), "--groups", "1"]) == 0
+    assert "PyTorch's own (aten)\nwhy       gn_override was built" in capsys.readouterr().out
+    assert _explain.explain_shape((2, 64, 8, 8), 32).served, "on the CPU"
+
+
 @pytest.mark.parametrize(
     ("shape", "groups", "options", "why"),
     [
@@ -791,6 +808,21 @@ def test_output_that_nobody_reads_any_more(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_output_that_is_closed(closed, tmp_path):
+    command = f'"{sys.executable}" -m gn_override explain 2x64x8x8 --groups 8 --device cpu {closed}'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_interrupted(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "main", interrupted)
+    assert __main__.run() == 130
 
 
 def test_report_says_whether_it_is_on():

@@ -703,8 +703,14 @@ def test_command(main_checkout, capsys):
     assert status == 0 and "branch norm is there already" in out
     status, _, err = run("--pytorch", main_checkout, "--base", "2.14")
     assert status == 1 and "2.14: aten/src/ATen/native/group_norm.cpp" in err
-    for arguments in (["--pytorch", main_checkout, "--base", "1.0"], []):
-        with pytest.raises(SystemExit):
+    alone = ("--compile", "--branch=norm", "--allow-dirty", "--base=main")
+    for arguments in (
+        ["--pytorch", main_checkout, "--base", "1.0"],
+        ["--pytorch", main_checkout, "--check", "--dry-run"],
+        [],
+        *(["--check", option] for option in alone),
+    ):
+        with pytest.raises(SystemExit, match="2"):
             run(*arguments)
 
 
@@ -729,11 +735,55 @@ def test_text_of_the_pull_request(base):
         ratio = row["fwd_bwd"][before] / row["fwd_bwd"]["gn_override"]
         assert line.endswith(f" {ratio:.2f}x |")
     assert "{{" not in text and "<!--" not in text
-    # The rows of measured_cuda.h among these; the others forward take the whole chip.
-    assert "holds forward 2x320x64x64, 2x1280x32x32; backward " in text
-    assert float(stage_upstream.measured_plans(rows)[1]) > 1
+    assert "which this\nchange leaves out. " in text
     assert ("#111824" in text) == (base == "2.14")
     assert (content["pytorch"]["git blob"][:12] in text) == (base == "main")
+
+
+def test_the_text_is_of_the_commits_that_were_measured(tmp_path, monkeypatch):
+    """Of their table of plans, and of gains only where both results are of the same kernels."""
+    monkeypatch.setattr(stage_upstream.render_readme, "ROOT", tmp_path)
+    table = tmp_path / stage_upstream.MEASURED_PLANS
+    table.parent.mkdir(parents=True)
+    git(tmp_path, "init", "--quiet")
+
+    def committed(text: str, page: str) -> str:
+        table.write_text(text)
+        (tmp_path / "README.md").write_text(page)
+        git(tmp_path, "add", "--all")
+        someone = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        git(tmp_path, *someone, "commit", "--quiet", "--message", "a")
+        return git(tmp_path, "rev-parse", "HEAD").strip()[:12]
+
+    plan = "    {k%s, kIdentity, 2, 8, 15, 4, {kResident, 5, %d, 128}, %.2f},\n"
+    first = committed(plan % ("Forward", 8, 0.8) + plan % ("Backward", 16, 0.5), "a")
+    same = committed(table.read_text(), "b")
+    last = committed(plan % ("Backward", 4, 0.5), "b")
+
+    def results(commit: str, fwd: float) -> dict[str, object]:
+        head = dict.fromkeys(("gpu", "driver", "cuda", "torch", "date", "command"), "x")
+        times = {"fwd": {"gn_override": fwd}, "fwd_bwd": {"gn_override": 8.0}}
+        row = {"name": "one", "shape": [2, 8, 3, 5], "groups": 4, "dtype": "bfloat16"} | times
+        return head | {"commit": commit, "rows": [row]}
+
+    held = stage_upstream.measured_plans(results(first, 6.0))
+    assert "holds forward 2x8x3x5; there" in held and "up to 1.25 times" in held
+    held = stage_upstream.measured_plans(results(last, 6.0))
+    assert "holds backward 2x8x3x5; there" in held and "up to 2.00 times" in held
+    other = results(first, 6.0)
+    other["rows"][0]["dtype"] = "float32"
+    assert stage_upstream.measured_plans(other) == "It holds none of these rows."
+    for lost in (f"{last}-dirty", "unknown"):
+        held = stage_upstream.measured_plans(results(lost, 6.0))
+        assert held.startswith("Which of these rows") and stage_upstream.MEASURED_PLANS in held
+
+    for commit in (first, same):
+        gains = stage_upstream.gains(results(first, 6.0), results(commit, 4.0))
+        assert "a factor: forward 1.50 to 1.50 in 1 of 1 rows (x, " in gains
+        assert f"commit {commit}" in gains
+    for commit in (last, "unknown"):
+        assert stage_upstream.gains(results(first, 6.0), results(commit, 4.0)) == ""
+    assert stage_upstream.gains(results("unknown", 6.0), results("unknown", 4.0))
 
 
 # --- the glue, without building PyTorch ------------------------------------------------------

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -247,24 +246,32 @@ def run(
     return rows
 
 
-def chosen(parser: argparse.ArgumentParser, only: str, dtype: str) -> list[Case]:
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """--only and --dtype."""
+    dtypes = sorted({case.dtype for case in KERNEL_CASES})
+    parser.add_argument("--only", default="", help="comma-separated names of cases")
+    parser.add_argument("--dtype", choices=dtypes, help="only cases of this dtype")
+
+
+def chosen(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Case]:
     """The cases that --only and --dtype leave."""
-    names = [name for name in only.split(",") if name]
+    names = [name for name in arguments.only.split(",") if name]
     unknown = set(names) - {case.name for case in KERNEL_CASES}
-    if unknown:
-        parser.error(f"no such case: {', '.join(sorted(unknown))}")
-    return [
+    cases = [
         case
         for case in KERNEL_CASES
-        if (not names or case.name in names) and dtype in ("", case.dtype)
+        if (not names or case.name in names) and arguments.dtype in (None, case.dtype)
     ]
+    if unknown or not cases:
+        named = ", ".join(sorted(unknown)) or f"{arguments.only} in {arguments.dtype}"
+        parser.error(f"no such case: {named}")
+    return cases
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, with the cases that --only and --dtype leave, and --providers as a list."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="comma-separated names of cases")
-    parser.add_argument("--dtype", default="", help="only cases of this dtype")
+    parser = results.Parser(__doc__, again=True)
+    add_selection(parser)
     parser.add_argument(
         "--providers",
         default=",".join(NAMES),
@@ -281,22 +288,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, what in (("--plot", "speed-ups"), ("--roofline", "rates over traffic")):
         text = f"draw {what}: FILE.svg or FILE.png"
         parser.add_argument(name, type=_picture.path, metavar="FILE", help=text)
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--output", default="", help="name of the results file to write")
-    group.add_argument(
-        "--from", dest="source", type=Path, help="print and draw this results file instead"
-    )
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args(argv)
 
-    arguments.cases = chosen(parser, arguments.only, arguments.dtype)
+    arguments.cases = chosen(parser, arguments)
     arguments.providers = arguments.providers.split(",")
     if set(arguments.providers) - set(NAMES) or "gn_override" not in arguments.providers:
         parser.error(f"--providers: gn_override, and any of {', '.join(NAMES[1:])}")
     if arguments.activation and (arguments.plot or arguments.roofline):
         parser.error("--activation: there is no picture of it")
-    if arguments.source and not arguments.source.is_file():
-        parser.error(f"--from: there is no file {arguments.source}")
     if arguments.source is None and not (
         torch.cuda.is_available() and importlib.util.find_spec("triton")
     ):
@@ -307,7 +306,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     if arguments.source:
-        content = json.loads(arguments.source.read_text())
+        content = arguments.content
     else:
         content = results.machine("cuda") | {"unit": "microseconds, median, cold L2, CUDA graph"}
         how = {"milliseconds": arguments.milliseconds, "checked": not arguments.no_check}

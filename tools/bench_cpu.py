@@ -15,14 +15,12 @@ bound.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import statistics
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import results
@@ -128,7 +126,7 @@ def table(rows: list[dict[str, Any]], kind: str = "median") -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = results.Parser(__doc__)
     parser.add_argument("--cases", choices=("cpu", "model"), default="cpu")
     parser.add_argument("--only", help="names of cases, or their beginnings, comma separated")
     parser.add_argument(
@@ -141,8 +139,6 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
     parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
 

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import results
@@ -200,12 +199,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = results.Parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batch", type=int, default=192, help="of a process (default %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="of a round (default %(default)s)")
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     options = parser.parse_args(argv)
     options.processes = torch.cuda.device_count() if options.device == "cuda" else 2
     if options.processes < 2:

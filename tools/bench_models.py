@@ -26,9 +26,9 @@ the results file that were not measured again stay, with their own commit.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib.metadata
+import importlib.util
 import statistics
 import sys
 import time
@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -574,6 +573,14 @@ BENCHES: dict[str, Callable[[Setting], list[Row]]] = {
 }
 
 
+def missing(name: str, device: str) -> str:
+    """What a bench lacks here, or ""."""
+    package = "timm" if name == "resnet" else "diffusers"
+    if importlib.util.find_spec(package) is None:
+        return package
+    return "a GPU" if name.endswith("compiled") and device == "cpu" else ""  # for a CUDA graph
+
+
 def machine(device: str) -> dict[str, Any]:
     """The head of the results file."""
     head = results.machine(device) | {"unit": "milliseconds, median"}
@@ -615,22 +622,26 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = results.Parser(__doc__)
     parser.add_argument("--rows", default="", help="comma-separated; default: all that can run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, to try the script")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing, a variant")
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     options = parser.parse_args(argv)
-    on_gpu = [name for name in BENCHES if name.endswith("compiled")]  # into a CUDA graph
-    here = [name for name in BENCHES if options.device == "cuda" or name not in on_gpu]
-    names = options.rows.split(",") if options.rows else here
-    for name in names:
-        if name not in here:
-            parser.error(f"--rows: {name} is none of {', '.join(here)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here (--device cpu --tiny tries the script)")
+    lacks = {name: missing(name, options.device) for name in BENCHES}
+    names = options.rows.split(",") if options.rows else [n for n in BENCHES if not lacks[n]]
+    for name in names:
+        if name not in BENCHES:
+            parser.error(f"--rows: {name} is none of {', '.join(BENCHES)}")
+        if lacks[name]:
+            parser.error(f"--rows: {name} needs {lacks[name]}")
+    if not names:
+        parser.error("the rows need diffusers or timm")
+    for name in BENCHES:
+        if not options.rows and lacks[name]:
+            log(f"{name} is left out: it needs {lacks[name]}")
 
     begin = time.perf_counter()
     setting = Setting(options.device, options.tiny, 0.0 if options.tiny else options.seconds)

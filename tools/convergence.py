@@ -15,8 +15,6 @@ half of the loss of guessing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -147,19 +145,16 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = results.Parser(__doc__, again=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=300, help="default %(default)s")
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
-    parser.add_argument("--from", dest="source", type=Path, help="a results file: run nothing")
     parser.add_argument("--plot", type=_picture.path, help="picture to draw")
     arguments = parser.parse_args()
     if arguments.steps < WINDOW:
         parser.error(f"--steps is less than the {WINDOW} that are smoothed over")
 
     if arguments.source:
-        content = json.loads(arguments.source.read_text())
+        content = arguments.content
     else:
         rows = []
         with progress.Progress(len(DTYPES) * len(RUNS)) as bar:

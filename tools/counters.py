@@ -22,7 +22,6 @@ fewer bytes; one that reads no more than it must and is far from that rate waits
 
 from __future__ import annotations
 
-import argparse
 import csv
 import shutil
 import subprocess
@@ -164,23 +163,18 @@ def rows(cases: Sequence[Case], lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="comma-separated names of cases")
-    parser.add_argument("--dtype", default="", help="only cases of this dtype")
+    parser = results.Parser(__doc__)
+    bench.add_selection(parser)
     parser.add_argument(
         "--activation",
         choices=reference.ACTIVATIONS,
         default="identity",
         help="fused with the norm",
     )
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     parser.add_argument("--log", type=Path, help="keep what Nsight Compute writes in this file")
     parser.add_argument("--launch", action="store_true", help="run the steps and nothing else")
     arguments = parser.parse_args(argv)
-    cases = bench.chosen(parser, arguments.only, arguments.dtype)
-    if not cases:
-        parser.error("no such case")
+    cases = bench.chosen(parser, arguments)
     if not torch.cuda.is_available():
         parser.error("counters need a CUDA GPU")
     if arguments.launch:
@@ -194,9 +188,7 @@ def main(argv: Sequence[str]) -> int:
         log = arguments.log or Path(folder, "log.csv")
         profile = ["ncu", "--profile-from-start", "off", "--clock-control", "none"]
         profile += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
-        again = [sys.executable, str(Path(__file__).resolve()), "--launch"]
-        again += ["--only", arguments.only, "--dtype", arguments.dtype]
-        again += ["--activation", arguments.activation]
+        again = [sys.executable, str(Path(__file__).resolve()), *argv, "--launch"]
         subprocess.run(
             [*profile, "--metrics", ",".join(METRICS), *again], check=True, stdout=sys.stderr
         )

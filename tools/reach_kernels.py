@@ -10,6 +10,7 @@ fails if a scheme was not reached for some dtype, or if a result holds a NaN.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 
@@ -82,6 +83,7 @@ def run(inputs: reference.Inputs, mask: reference.Mask, activation: str) -> None
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     if not torch.cuda.is_available():
         sys.exit("no GPU is visible")
     layouts = itertools.cycle(reference.GRAD_LAYOUTS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,48 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # What changes the kernels that are measured.
 ENVIRONMENT = ("GN_OVERRIDE_WHOLE_CHIP",)
+# Options that name a folder or a file of the machine.
+PLACES = ("--folder", "--plot", "--roofline", "--log", "--pytorch")
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a benchmark's arguments. It has --output and --folder, and looks at once whether they can
+    be written; and --from, if asked to, whose file is then `content` of the arguments.
+
+    Options are spelt out, so that command() knows those that name a place.
+    """
+
+    def __init__(self, doc: str | None, again: bool = False) -> None:
+        super().__init__(description=(doc or "").partition("\n")[0], allow_abbrev=False)
+        group = self.add_mutually_exclusive_group()
+        group.add_argument("--output", default="", help="name of the results file to write")
+        self.add_argument("--folder", type=Path, default=RESULTS, help="its folder")
+        self.set_defaults(source=None)
+        if again:
+            text = "a results file: print and draw it, and measure nothing"
+            group.add_argument("--from", dest="source", type=Path, metavar="FILE", help=text)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        arguments = super().parse_args(args, namespace)
+        try:
+            if arguments.source:
+                arguments.content = read(arguments.source)
+            if arguments.output:
+                _try_to_write(arguments.output, arguments.folder)
+        except (OSError, ValueError) as error:
+            self.error(f"{'--from' if arguments.source else '--output'}: {error}")
+        return arguments
+
+
+def _try_to_write(name: str, folder: Path) -> None:
+    """Raises OSError or ValueError where write() or update() would fail."""
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"{name!r} is no name: letters, digits, and any of _ . -")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    if (path := folder / f"{name}.json").exists():
+        read(path)
 
 
 def _output_of(*command: str) -> str | None:
@@ -43,13 +88,17 @@ def command() -> str:
     folders: those that files are written to are left out, and that of a checkout has a name."""
     script = Path(sys.argv[0]).resolve()
     inside = script.is_relative_to(ROOT)
-    words = [str(script.relative_to(ROOT)) if inside else sys.argv[0], *sys.argv[1:]]
-    for option in ("--folder", "--plot", "--roofline", "--log"):
-        if option in words:
-            at = words.index(option)
-            del words[at : at + 2]
-    if "--pytorch" in words:
-        words[words.index("--pytorch") + 1] = "CHECKOUT"
+    words = [str(script.relative_to(ROOT)) if inside else sys.argv[0]]
+    given = iter(sys.argv[1:])
+    for word in given:
+        option, has_value, _ = word.partition("=")
+        if option not in PLACES:
+            words.append(word)
+            continue
+        if not has_value:
+            next(given, None)
+        if option == "--pytorch":
+            words += [option, "CHECKOUT"]
     environment = [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
     return shlex.join([*environment, "python", *words])
 
@@ -97,8 +146,19 @@ def machine(device: str) -> dict[str, Any]:
     return described
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A results file. Raises OSError, or ValueError if it is something else."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        if isinstance(content["rows"], list):
+            return content
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is no results file")
+
+
 def write(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write folder/name.json, one row a line, and return its path."""
+    """Write folder/name.json, one row a line, and return its path: all of it, or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     head = {key: value for key, value in content.items() if key != "rows"}
@@ -106,7 +166,9 @@ def write(name: str, content: dict[str, Any], folder: Path = RESULTS) -> Path:
     text = json.dumps(head, indent=1)
     if rows:
         text = f'{text[:-2]},\n "rows": [\n{rows}\n ]\n}}'
-    path.write_text(text + "\n")
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(text + "\n")
+    os.replace(unfinished, path)
     return path
 
 
@@ -122,6 +184,6 @@ def update(
     So each row says by which command it was measured.
     """
     path = folder / f"{name}.json"
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    before = read(path)["rows"] if path.exists() else []
     rows = [row | {"command": content["command"]} for row in content["rows"]]
     return write(name, content | {"rows": merged(before, rows, key, order)}, folder)

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import kernel_table
 import render_readme
@@ -46,7 +47,9 @@ BEFORE = {
 }
 SWEEP = "sweep-shared-h200"
 PARALLEL = "ddp-h200"
-MEASURED_PLANS = render_readme.ROOT / "native" / "plan" / "measured_cuda.h"
+MEASURED_PLANS = "native/plan/measured_cuda.h"
+# What decides how fast a call is, of this repository.
+SOURCES = ("native/kernels", "native/launch", "native/plan")
 
 
 def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
@@ -64,13 +67,12 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
         "beside all-reduce": render_readme.ddp(parallel).strip(),
         "source of beside all-reduce": render_readme.source(parallel).strip(),
         "random shapes": str(sweep["summary"]["served"]),
+        "measured plans": measured_plans(kernels),
+        "gains of whole chip": gains(kernels, whole),
     }
-    values["measured plans"], values["most without"] = measured_plans(rows)
-    values["source of whole chip"] = render_readme.source(whole).strip()
     for what in kernel_table.DIRECTIONS:
         values[f"before, {what}"] = kernel_table.over_copy(rows, what, before)
         values[f"after, {what}"] = kernel_table.over_copy(rows, what, kernel_table.OURS)
-        values[f"whole chip, {what}"] = gains(rows, whole["rows"], what)
         for name, other in {"stock": "stock", "main": "PyTorch's checkout"}.items():
             slower = sweep["summary"][f"slower than {other} by more than 5%"][what]
             values[f"slower than {name}, {what}"] = str(slower)
@@ -85,38 +87,67 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
     return re.sub(r"\{\{(.*?)\}\}", lambda match: values[match[1]], text)
 
 
-def gains(rows: Sequence[kernel_table.Row], whole: Sequence[kernel_table.Row], what: str) -> str:
-    """By how much rows that gain by plans of the whole chip do: "1.06 to 1.51 in 8 of 24 rows"."""
-    by_case = {(row["name"], row["dtype"]): row[what][kernel_table.OURS] for row in whole}
-    ratios = [row[what][kernel_table.OURS] / by_case[row["name"], row["dtype"]] for row in rows]
-    gained = [ratio for ratio in ratios if ratio > 1.05]  # less is what two runs differ by
-    return f"{min(gained):.2f} to {max(gained):.2f} in {len(gained)} of {len(rows)} rows"
+def _history(*command: str) -> str | None:
+    """What git says of this repository; None where that is no success, as without the commit."""
+    git = ["git", "-C", str(render_readme.ROOT), *command]
+    done = subprocess.run(git, capture_output=True, text=True, env=git_environment())
+    return done.stdout if done.returncode == 0 else None
 
 
-def measured_plans(rows: Sequence[kernel_table.Row]) -> tuple[str, str]:
-    """The rows with a plan of native/plan/measured_cuda.h, which is not staged, by direction; and
-    how many times as long the planner's own plan takes at most."""
+def gains(kernels: dict[str, Any], whole: dict[str, Any]) -> str:
+    """By how much rows gain by plans of the whole chip, as a sentence; "" where the results files
+    are of different kernels."""
+    one, other = kernels["commit"], whole["commit"]
+    if one != other and _history("diff", "--quiet", one, other, "--", *SOURCES) is None:
+        return ""
+    by_case = {(row["name"], row["dtype"]): row for row in whole["rows"]}
+    said = []
+    for what, title in kernel_table.DIRECTIONS.items():
+        ours = [
+            row[what][kernel_table.OURS]
+            / by_case[row["name"], row["dtype"]][what][kernel_table.OURS]
+            for row in kernels["rows"]
+        ]
+        gained = [ratio for ratio in ours if ratio > 1.05]  # less is what two runs differ by
+        if gained:
+            span = f"{min(gained):.2f} to {max(gained):.2f}"
+            said.append(f"{title} {span} in {len(gained)} of {len(ours)} rows")
+    source = render_readme.source(whole).strip()
+    return f" With them times are shorter by a factor: {'; '.join(said) or 'no rows'} ({source})."
+
+
+def measured_plans(kernels: dict[str, Any]) -> str:
+    """The rows with a plan of the table of their commit, which is not staged, by direction, and how
+    many times as long the planner's own plan takes at most, as a sentence."""
+    table = _history("show", f"{kernels['commit']}:{MEASURED_PLANS}")
+    if table is None:
+        return f"Which of these rows it holds, `{MEASURED_PLANS}` of the commit above says."
     plans = {
         (direction, *map(int, sizes.split(", "))): float(share)
         for direction, sizes, share in re.findall(
             r"\{k(Forward|Backward), kIdentity, ([\d, ]+), "
             # that does not take the whole chip: no cluster of more than eight blocks
             r"\{k(?:Registers|Resident), \d+, [0-8], \d+\}, ([\d.]+)\}",
-            MEASURED_PLANS.read_text(),
+            table,
         )
     }
     names: dict[str, list[str]] = {"Forward": [], "Backward": []}
     most = 1.0
-    for row in rows:
+    for row in kernels["rows"]:
         N, C, *spatial = row["shape"]
         for direction in names:
             share = plans.get((direction, N, C, math.prod(spatial), row["groups"]))
             if share is not None and row["dtype"] in ("float16", "bfloat16"):
                 names[direction].append("x".join(map(str, row["shape"])))
                 most = max(most, 1 / share)
-    assert plans, f"{MEASURED_PLANS.name} is not written as its rows are read here"
-    held = "; ".join(f"{direction.lower()} {', '.join(of)}" for direction, of in names.items())
-    return held, f"{most:.2f}"
+    assert plans, f"{MEASURED_PLANS} is not written as its rows are read here"
+    held = [f"{direction.lower()} {', '.join(of)}" for direction, of in names.items() if of]
+    if not held:
+        return "It holds none of these rows."
+    return (
+        f"In these rows it holds {'; '.join(held)}; there the planner's own plan takes up to "
+        f"{most:.2f} times as long."
+    )
 
 
 def stage(
@@ -226,12 +257,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--branch", default=BRANCH, help="name of the branch")
     parser.add_argument("--base", default="auto", help="PyTorch version of the checkout")
     parser.add_argument("--allow-dirty", action="store_true", help="ignore uncommitted changes")
-    parser.add_argument("--dry-run", action="store_true", help="verify and say what it would do")
-    parser.add_argument("--check", action="store_true", help="make no branch; fail on a difference")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--dry-run", action="store_true", help="verify and say what it would do")
+    group.add_argument("--check", action="store_true", help="make no branch; fail on a difference")
     parser.add_argument("--compile", action="store_true", help="also compile for sm_90, with nvcc")
     options = parser.parse_args(argv)
-    if options.pytorch is None and not options.check:
-        parser.error("--pytorch CHECKOUT is needed, except for --check")
+    if options.pytorch is None and options != parser.parse_args(["--check"]):
+        parser.error("--pytorch CHECKOUT is needed, except for --check alone")
     try:
         change = model.load().upstream
         assert change is not None

@@ -17,7 +17,6 @@ call raised an error.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -26,7 +25,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import bench
@@ -237,15 +235,13 @@ def sweep(count: int, seed: int, seconds: float, one: Callable[[Case], Row]) -> 
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = results.Parser(__doc__)
     parser.add_argument("--shapes", type=int, default=400, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=480, help="to stop after")
     pytorch_kernels.add_argument(parser)
     parser.add_argument("--milliseconds", type=int, default=8, help="of measuring a figure")
     parser.add_argument("--worst", type=int, default=10, help="rows to print of each ranking")
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args(argv)
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
         parser.error("this needs a CUDA GPU and triton")

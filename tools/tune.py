@@ -23,7 +23,6 @@ times is printed beside the copy's.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -208,7 +207,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = results.Parser(__doc__)
     parser.add_argument("--only", default=None, help="comma-separated names of cases; '' for none")
     parser.add_argument("--shapes", default="", help="comma-separated NxCx...:G:dtype, too")
     parser.add_argument("--random", type=int, default=0, help="so many random shapes too")
@@ -221,8 +220,6 @@ def main() -> None:
     )
     parser.add_argument("--finalists", type=int, default=12, help="plans that are timed again")
     parser.add_argument("--best", type=int, default=3, help="plans of a row to print and write")
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "tools/tune.py needs a CUDA GPU\n")

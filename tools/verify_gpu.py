@@ -14,7 +14,6 @@ shows the results file.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import os
@@ -215,13 +214,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = results.Parser(__doc__)
     parser.add_argument("levels", nargs="*", help="names of levels; default: all")
     parser.add_argument("--list", action="store_true", help="show the levels and run nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--jobs", type=int, default=1, help="levels at a time")
-    parser.add_argument("--output", default="", help="name of the results file to write")
-    parser.add_argument("--folder", type=Path, default=results.RESULTS)
     arguments = parser.parse_args()
     known = {level.name: level for level in levels(arguments.device)}
     wrong = [name for name in arguments.levels if name not in known]
