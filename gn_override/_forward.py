@@ -1,4 +1,5 @@
-"""A module's forward, read from its source and written again with runs of steps joined.
+"""A module's forward, or a method it calls, read from its source and written again with runs of
+steps joined.
 
 A step is a call, on one tensor, of a submodule, of a known activation or of F.group_norm, or the
 addition of a variable to the tensor. A run is a row of steps, each on what the one before returned,
@@ -20,13 +21,16 @@ attributes; a recording of one path would not be.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
 from types import CodeType, FunctionType
 from typing import Any
@@ -107,28 +111,48 @@ class Run:
         return any(_decides(test, module) is (not holds) for test, holds in self.branches)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # classes that are made in a loop are let go
 def read(function: Any) -> Forward:
     """The source of a forward. Raises Unreadable."""
     return Forward(function)
 
 
+def depends_on_class(function: FunctionType) -> bool:
+    """Whether a method would do something else in a subclass: it passes the class of its object to
+    super(), which would find the method itself again, or stores to an attribute of that class.
+
+    Other questions for the class, as for its name, have the same answers.
+    """
+    names = _names(function.__code__)
+    if not names & {"type", "__class__"}:
+        return False
+    try:
+        _, definition = _definition(function.__code__)
+    except Unreadable:
+        return "super" in names
+    nodes = list(ast.walk(definition))
+    aliases = {
+        _target(node) for node in nodes if isinstance(node, ast.Assign) and _is_class(node.value)
+    } - {""}
+    for node in nodes:
+        owner: ast.expr | None = None
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            owner = node.value
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name):
+            owner = node.args[0] if node.func.id in ("super", "setattr", "delattr") else None
+        if owner and (_is_class(owner) or (isinstance(owner, ast.Name) and owner.id in aliases)):
+            return True
+    return False
+
+
 class Forward:
-    """The source of a forward, and its runs."""
+    """The source of a forward, its runs, and the attributes of the module that it names."""
 
     def __init__(self, function: Any) -> None:
         if not isinstance(function, FunctionType):
             raise Unreadable("is no Python function")
-        try:
-            # Of the code that runs: a function may say that it wraps another.
-            lines, first = inspect.getsourcelines(function.__code__)
-            # A method is indented; to dedent it would change its docstring.
-            head = "if True:\n" if lines[0][0].isspace() else "\n"
-            tree = ast.parse(head + "".join(lines))
-        except (OSError, TypeError, SyntaxError):
-            raise Unreadable("has no source that can be read") from None
-        ast.increment_lineno(tree, first - 2)
-        definition = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
+        # Of the code that runs: a function may say that it wraps another.
+        file, definition = _definition(function.__code__)
         if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
             raise Unreadable("is decorated, or no plain function")
         if set(function.__code__.co_freevars) - {"__class__"}:
@@ -140,11 +164,15 @@ class Forward:
         _drop_defaults(definition)
         definition = _Unannotated().visit(definition)
         self._function = function
-        if _symbols(self._make(definition, run=None).__code__) != _symbols(function.__code__):
+        made = self._make(definition, run=None).__code__
+        if not _is_from(function.__code__, file) or _symbols(made) != _symbols(function.__code__):
             raise Unreadable("is not what its source says")
-        _Joiner(_Steps(function)).definition(definition)
+        steps = _Steps(function)
+        paths = [_path(node) for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
+        self.attributes = [path[1] for path in paths if path and path[0] == steps.self]
+        _Joiner(steps).definition(definition)
         self._definition = definition
-        writer = _Writer(_Steps(function), ())
+        writer = _Writer(steps, ())
         writer.visit(copy.deepcopy(definition))
         self.runs = writer.runs
 
@@ -191,6 +219,9 @@ _GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))[1:]
 # With these a function may use a variable that its source does not read.
 _SEES_VARIABLES = {"eval", "exec", "locals", "vars"}
 
+# `from __future__ import annotations`, which a notebook may have in an earlier cell.
+_ANNOTATIONS = __future__.annotations.compiler_flag
+
 # A statement that a run can end in.
 _Ending = ast.Assign | ast.Return
 
@@ -206,9 +237,70 @@ class _Assigned(ast.NamedExpr):
     """
 
 
+def _definition(code: CodeType) -> tuple[str, ast.stmt]:
+    """The source of the file that code is from, and what defines that code. Raises Unreadable."""
+    try:
+        lines, position = inspect.findsource(code)
+        block = inspect.getblock(lines[position:])
+        # A method is indented; to dedent it would change its docstring.
+        head = "if True:\n" if block[0][0].isspace() else "\n"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the import has said them
+            tree = ast.parse(head + "".join(block))
+    except (OSError, TypeError, SyntaxError):
+        raise Unreadable("has no source that can be read") from None
+    ast.increment_lineno(tree, position - 1)
+    first = tree.body[0]
+    return "".join(lines), first.body[0] if isinstance(first, ast.If) else first
+
+
+def _is_from(code: CodeType, file: str) -> bool:
+    """Whether this is what the source of a file compiles to: it may be edited after the import."""
+    flags = code.co_flags & _ANNOTATIONS
+    return code in _compiled(file, flags, notebook=not os.path.exists(code.co_filename))
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(file: str, flags: int, notebook: bool) -> frozenset[CodeType]:
+    """All code in the source of a file; notebooks compile each statement alone, which differs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make = functools.partial(
+            compile, filename="<file>", mode="exec", flags=flags, dont_inherit=True
+        )
+        try:
+            codes = [make(file)]
+            if notebook:
+                statements = ast.parse(file).body
+                codes += [make(ast.Module([each], type_ignores=[])) for each in statements]
+        except (SyntaxError, ValueError):
+            codes = []
+    return frozenset(inner for code in codes for inner in _code_in(code))
+
+
+def _code_in(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions, classes and comprehensions in it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _code_in(value)
+
+
+def _names(code: CodeType) -> set[str]:
+    """The global variables and attributes that code and what is in it names."""
+    return {name for inner in _code_in(code) for name in inner.co_names}
+
+
+def _is_class(expression: ast.expr) -> bool:
+    """`self.__class__` or `type(self)`."""
+    if isinstance(expression, ast.Attribute):
+        return expression.attr == "__class__"
+    return isinstance(expression, ast.Call) and _path(expression.func) == ["type"]
+
+
 def _symbols(code: CodeType) -> tuple[Any, ...]:
     """What code names and holds, and the code in it; its instructions depend on the module around
-    it."""
+    it. A class around it changes private names."""
     inner = [value for value in code.co_consts if isinstance(value, CodeType)]
     # Python 3.10 holds the qualified names of these, which depend on it as well.
     names = tuple(f".<locals>.{value.co_name}" for value in inner)
@@ -243,9 +335,8 @@ class _Unannotated(ast.NodeTransformer):
 
 def _names_bound_in(code: CodeType) -> set[str]:
     """The variables of the functions and comprehensions inside a function."""
-    inside = [value for value in code.co_consts if isinstance(value, CodeType)]
-    names = {name for inner in inside for name in (*inner.co_varnames, *inner.co_cellvars)}
-    return names.union(*map(_names_bound_in, inside))
+    _, *inside = _code_in(code)
+    return {name for inner in inside for name in (*inner.co_varnames, *inner.co_cellvars)}
 
 
 def _path(expression: ast.expr) -> list[str]:

@@ -9,6 +9,8 @@ modules that are exchanged later are honoured.
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -25,6 +27,13 @@ from gn_override import _activations, _calls, _forward
 from gn_override.nn import GroupNorm
 
 _Class = Any  # type[nn.Module], which mypy takes for unhashable
+
+# A part of a method: its name, and the part.
+_Part = tuple[str, _forward.Part]
+
+_OUR_FORWARD = GroupNorm.forward
+
+_NOTHING_SEEN = "no activation that can be fused is seen to follow it"
 
 
 @dataclass(frozen=True)
@@ -65,23 +74,25 @@ class Fusion:
 def fuse(model: nn.Module) -> Fusion:
     """Fuse group norms with the activations that follow them, in place.
 
-    A pair is fused where the source of the forward that calls both shows that nothing but the
-    activation can see the norm's result. Norms are nn.GroupNorm and F.group_norm, activations
-    nn.ReLU, nn.SiLU, nn.GELU and their functions and methods; nn.Identity may stand between. Every
-    other norm is left as it is. Results change by rounding only.
+    A pair is fused where the source of the forward that calls both, or of a method of its class
+    that it uses, shows that nothing but the activation can see the norm's result. Norms are
+    nn.GroupNorm and F.group_norm, activations nn.ReLU, nn.SiLU, nn.GELU and their functions and
+    methods; nn.Identity may stand between. Every other norm is left as it is. Results change by
+    rounding only.
 
     What is added to the input just before (diffusers' time embedding) becomes a part of the kernel
     where it is [N, C, 1, ...] on a CUDA device and no gradient is wanted.
 
     Modules, parameters and the keys of ``state_dict`` stay as they are; the class of a module that
     calls a pair becomes a subclass of its own, of the same name. The model can be copied and
-    pickled. A forward that is patched on a class later counts from the next fuse() on.
+    pickled. A method that is patched on a class later counts from the next fuse() on.
 
     Args:
         model: any module. What is fused already stays so.
 
     Returns:
-        The pairs that this call fused, and the norms that are not fused, with the reasons.
+        The pairs that this call fused, and the norms that are not fused, with the reasons. A norm
+        that is called in several places is fused if it is so in one of them.
 
     Raises:
         TypeError: not a module.
@@ -100,6 +111,7 @@ def fuse(model: nn.Module) -> Fusion:
         if not below and not _names_group_norm(type(caller)):
             continue
         pairs: list[_Pair] = []
+        _undo_stale(caller)
         before = _parts_of(type(caller))
         try:
             pairs = list(_pairs(caller))
@@ -122,7 +134,7 @@ def fuse(model: nn.Module) -> Fusion:
                 activation = prefix + pair.activation if pair.is_module else pair.activation
                 fused.append(FusedPair(norm, activation, pair.kind))
     skipped = [
-        SkippedNorm(name, reasons.get(norm, "no activation follows it at once"))
+        SkippedNorm(name, reasons.get(norm, _NOTHING_SEEN))
         for name, norm in names.items()
         if norm not in done and _is_norm(norm, norm in reasons)
     ]
@@ -146,10 +158,9 @@ def run(x: Tensor, *steps: Callable[[Tensor], Tensor]) -> Tensor:
         first, addend = position, None
         if isinstance(step, _forward.Addition) and step.addend is not None:
             first, addend = position + 1, step.addend
-        pair = _activation_after(steps, first)
+        last, activation = _after(steps, first)
         y = None
-        if pair is not None and _obstacle(steps[first : pair[0] + 1]) is None:
-            last, activation = pair
+        if activation is not None and _obstacle(steps[first : last + 1]) is None:
             norm: Any = steps[first]
             weights = norm.weight, norm.bias
             y = _calls.group_norm_act(x, addend, norm.num_groups, *weights, norm.eps, activation)
@@ -164,14 +175,14 @@ def run(x: Tensor, *steps: Callable[[Tensor], Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A norm and an activation in the forward of a module."""
+    """A norm and what follows it, in a method of a module."""
 
-    part: _forward.Part
+    part: _Part
     norm: nn.Module
     norm_path: str  # from that module; empty for a call of F.group_norm
-    activation: str  # path of a module, or a function
+    activation: str  # path of a module, or a function as it is written
     is_module: bool
-    kind: str
+    kind: str  # of the activation; empty where another module follows
     obstacle: str | None
 
 
@@ -187,33 +198,64 @@ def _names_group_norm(kind: _Class) -> bool:
 
 
 def _pairs(caller: nn.Module) -> Iterator[_Pair]:
-    """The pairs in a module's forward, fused or not. Raises Unreadable."""
-    if "forward" in vars(caller):
+    """The pairs in a module's forward and in the methods it uses, fused or not, and the norms that
+    another module follows. Raises Unreadable."""
+    if isinstance(caller, torch.fx.GraphModule):  # which make a class and its source anew
+        raise _forward.Unreadable("is generated by torch.fx")
+    if _is_replaced(caller):
         raise _forward.Unreadable("is replaced on the instance")
-    forward = _unfused(_owner(type(caller))).forward
-    if forward is nn.Sequential.forward:
-        children = (_forward.Step(name, path=name) for name in caller._modules)
-        runs = [_forward.Run(tuple(children), branches=())]
-    else:
-        runs = _forward.read(forward).runs
-    for number, run in enumerate(runs):
+    for method, number, run in _runs(caller):
         if run.is_left_out(caller):
             continue
         steps = [_resolve(caller, step) for step in run.steps]
         for first, norm in enumerate(steps):
-            pair = _activation_after(steps, first)
-            if pair is not None:
-                last, kind = pair
-                added = first > 0 and isinstance(steps[first - 1], _forward.Addition)
-                yield _Pair(
-                    part=(number, first - added, last),
-                    norm=norm if isinstance(norm, nn.Module) else caller,
-                    norm_path=run.steps[first].path,
-                    activation=run.steps[last].path or run.steps[last].source,
-                    is_module=bool(run.steps[last].path),
-                    kind=kind,
-                    obstacle=_obstacle(steps[first : last + 1]),
-                )
+            last, kind = _after(steps, first)
+            is_module = isinstance(steps[last], nn.Module)
+            if kind is not None:
+                obstacle = _obstacle(steps[first : last + 1])
+            elif last > first and is_module and isinstance(norm, nn.Module):
+                name = type(steps[last]).__name__
+                obstacle = f"{name} follows it, which is no activation that can be fused"
+            else:
+                continue
+            added = first > 0 and isinstance(steps[first - 1], _forward.Addition)
+            yield _Pair(
+                part=(method, (number, first - added, last)),
+                norm=norm if isinstance(norm, nn.Module) else caller,
+                norm_path=run.steps[first].path,
+                activation=run.steps[last].path if is_module else run.steps[last].source,
+                is_module=is_module,
+                kind=kind or "",
+                obstacle=obstacle,
+            )
+
+
+def _runs(caller: nn.Module) -> Iterator[tuple[str, int, _forward.Run]]:
+    """The runs in a module's forward and in the methods that it uses, of the same class: the name
+    of the method, the run's number, and the run. Raises Unreadable for the forward."""
+    kind = type(caller)
+    forward = _written(kind, "forward")
+    if forward is nn.Sequential.forward:
+        children = (_forward.Step(name, path=name) for name in caller._modules)
+        yield "forward", 0, _forward.Run(tuple(children), branches=())
+        return
+    read = {"forward": _forward.read(forward)}
+    defined = vars(_owner(_unfused(_owner(kind))))
+    names = [*read["forward"].attributes]
+    for name in names:  # which grows
+        method = defined.get(name)
+        if not isinstance(method, FunctionType) or name in read or name in vars(caller):
+            continue
+        if _written(kind, name) is not method:
+            continue
+        try:
+            read[name] = _forward.read(method)
+        except _forward.Unreadable:
+            continue
+        names += read[name].attributes
+    for name, source in read.items():
+        for number, run in enumerate(source.runs):
+            yield name, number, run
 
 
 def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
@@ -233,21 +275,27 @@ def _resolve(caller: nn.Module, step: _forward.Step) -> Any:
     return value
 
 
-def _activation_after(steps: Sequence[object], first: int) -> tuple[int, str] | None:
-    """Where the activation is that follows the norm `first`, and its name, if these are there."""
+def _after(steps: Sequence[object], first: int) -> tuple[int, str | None]:
+    """Where the step is that follows the norm `first`, and the activation that it computes, if any.
+
+    Where no norm is there, or nothing follows it, that is `first` itself.
+    """
     norms = normalization.GroupNorm, _forward.GroupNormCall
-    if first == len(steps) or not isinstance(steps[first], norms):
-        return None
-    for last in range(first + 1, len(steps)):
-        step = steps[last]
-        if not _activations.is_identity(step):
-            name = (
-                step.activation()
-                if isinstance(step, _forward.ActivationCall)
-                else _activations.of_module(step)
-            )
-            return None if name is None else (last, name)
-    return None
+    if first < len(steps) and isinstance(steps[first], norms):
+        for last in range(first + 1, len(steps)):
+            step = steps[last]
+            if not _activations.is_identity(step):
+                return last, _activation(step)
+    return first, None
+
+
+def _activation(step: object) -> str | None:
+    """The name of what a step computes, if that is an activation."""
+    if isinstance(step, _forward.ActivationCall):
+        return step.activation()
+    if isinstance(step, nn.Module):
+        return _activations.of_module(step)
+    return _activations.of_call(step) if callable(step) else None
 
 
 def _obstacle(steps: Sequence[object]) -> str | None:
@@ -273,9 +321,18 @@ def _obstacle(steps: Sequence[object]) -> str | None:
                 or module._backward_pre_hooks
             ):
                 return f"hooks on {type(module).__name__}"
-            if "forward" in vars(module):
+            if _is_replaced(module):
                 return f"forward of {type(module).__name__} is replaced on the instance"
     return None
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own: not that of its class, which some hooks leave."""
+    if "forward" not in vars(module):
+        return False
+    forward = vars(module)["forward"]
+    own = getattr(forward, "__self__", None) is module
+    return not own or getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _is_plain(norm: nn.Module) -> bool:
@@ -283,6 +340,8 @@ def _is_plain(norm: nn.Module) -> bool:
     kind = type(norm)
     if _activations.is_pytorchs(kind, normalization.GroupNorm):
         return True
+    if isinstance(norm, GroupNorm) and norm.activation == "identity":
+        return kind.forward is _OUR_FORWARD and _activations.is_call_unpatched(kind)
     if kind.__module__ == "timm.layers.norm" and kind.__name__ in ("GroupNorm", "GroupNorm1"):
         written_in = getattr(kind.forward, "__globals__", {}).get("__name__")
         return (
@@ -304,9 +363,9 @@ def _is_norm(module: nn.Module, has_reason: bool) -> bool:
 class _Fused:
     """Mixed into the classes that fuse() makes, which are found again by what they come from.
 
-    Each has _fused_from: that class; _fused_source: its forward, when it was fused; _fused_parts:
-    the parts of that. No annotation says so here, as torch.jit.script would take it for the
-    module's own.
+    Each has _fused_from: that class; _fused_source: its forward and the other methods with parts,
+    by name, as they were then; _fused_parts: the parts. No annotation says so here, as
+    torch.jit.script would take it for the module's own.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -321,7 +380,7 @@ class _Fused:
 
 
 def _restore(
-    kind: _Class, parts: frozenset[_forward.Part], make: Callable[..., Any], *arguments: Any
+    kind: _Class, parts: frozenset[_Part], make: Callable[..., Any], *arguments: Any
 ) -> Any:
     """What `make` makes of a pickled module, fused as that was."""
     module = make(*arguments)
@@ -333,8 +392,8 @@ def _restore(
     return module
 
 
-def _write_again(caller: nn.Module, parts: frozenset[_forward.Part]) -> None:
-    """Gives a module the class in whose forward run() gets these parts. Raises Unreadable."""
+def _write_again(caller: nn.Module, parts: frozenset[_Part]) -> None:
+    """Gives a module the class in whose methods run() gets these parts. Raises Unreadable."""
     if is_parametrized(caller):  # to be undone, it must be the last subclass
         raise _forward.Unreadable("belongs to a module with parametrizations")
     if _is_made_by_us(_owner(type(caller))) and not _is_made_by_us(type(caller)):
@@ -342,15 +401,27 @@ def _write_again(caller: nn.Module, parts: frozenset[_forward.Part]) -> None:
     _become_fused(caller, _unfused(type(caller)), parts)
 
 
-def _become_fused(module: nn.Module, kind: _Class, parts: frozenset[_forward.Part]) -> None:
+def _become_fused(module: nn.Module, kind: _Class, parts: frozenset[_Part]) -> None:
     """Gives a module of class `kind` the fused one. Raises Unreadable."""
-    fused = _fused_class(kind, kind.forward, parts)
-    object.__setattr__(module, "__class__", fused)  # whatever attributes the module takes
+    _set_class(module, _fused_class(kind, parts))
 
 
-def _owner(kind: _Class) -> _Class:
-    """The class that a class has its forward from: others may have put theirs on top of ours."""
-    return next(base for base in kind.__mro__ if "forward" in vars(base))
+def _set_class(module: nn.Module, kind: _Class) -> None:
+    if not _is_replaced(module):
+        vars(module).pop("forward", None)  # that of the class it leaves
+    object.__setattr__(module, "__class__", kind)  # whatever attributes the module takes
+
+
+def _undo_stale(module: nn.Module) -> None:
+    """Gives a module its own class back where that has other methods than were fused."""
+    kind = type(module)
+    if _is_made_by_us(kind) and not _is_current(kind):
+        _set_class(module, _unfused(kind))
+
+
+def _owner(kind: _Class, method: str = "forward") -> _Class:
+    """The class that a class has a method from: others may have put theirs on top of ours."""
+    return next((base for base in kind.__mro__ if method in vars(base)), kind)
 
 
 def _unfused(kind: _Class) -> _Class:
@@ -358,10 +429,15 @@ def _unfused(kind: _Class) -> _Class:
     return vars(kind).get("_fused_from", kind)
 
 
-def _parts_of(kind: _Class) -> frozenset[_forward.Part]:
-    """What is fused in the forward of a class, as the class it was made from has it now."""
+def _written(kind: _Class, method: str) -> Any:
+    """A method of a class as it was before fuse()."""
+    return getattr(_unfused(_owner(kind, method)), method, None)
+
+
+def _parts_of(kind: _Class) -> frozenset[_Part]:
+    """What is fused in the methods of a class, as the class it was made from has them now."""
     owner = _owner(kind)
-    current = _is_made_by_us(owner) and owner._fused_source is owner._fused_from.forward
+    current = _is_made_by_us(owner) and _is_current(owner)
     return owner._fused_parts if current else frozenset()
 
 
@@ -369,17 +445,35 @@ def _is_made_by_us(kind: _Class) -> bool:
     return "_fused_from" in vars(kind)
 
 
-@functools.cache
-def _fused_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> _Class:
-    """The subclass in whose forward, made from `source`, run() gets these parts.
+def _is_current(made: _Class) -> bool:
+    """Whether the class that a fused one was made from still has the methods it had then."""
+    now = made._fused_from
+    return all(getattr(now, name, None) is method for name, method in made._fused_source.items())
 
-    Raises Unreadable.
-    """
-    forward: Any = _run_all
-    if source is not nn.Sequential.forward:
-        forward = _forward.read(source).joined(parts, run)
+
+# By what they are made from; they go with the last module that is one.
+_made: weakref.WeakValueDictionary[Any, _Class] = weakref.WeakValueDictionary()
+
+
+def _fused_class(kind: _Class, parts: frozenset[_Part]) -> _Class:
+    """The subclass in whose methods, made from those of `kind`, run() gets these parts. Raises
+    Unreadable."""
+    names = sorted({"forward", *(name for name, _ in parts)})
+    source = {name: getattr(kind, name, None) for name in names}
+    key = kind, parts, *source.values()
+    made = _made.get(key)
+    if made is None:
+        made = _made[key] = _make_fused_class(kind, parts, source)
+    return made
+
+
+def _make_fused_class(kind: _Class, parts: frozenset[_Part], source: dict[str, Any]) -> _Class:
+    for method in _methods(kind):
+        if _forward.depends_on_class(method):
+            raise _forward.Unreadable(
+                f"belongs to a class whose {method.__name__}() depends on the class of self"
+            )
     body = {
-        "forward": forward,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -387,6 +481,11 @@ def _fused_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> 
         "_fused_source": source,
         "_fused_parts": parts,
     }
+    for name, method in source.items():
+        body[name] = _run_all
+        if method is not nn.Sequential.forward:
+            inside = [part for where, part in parts if where == name]
+            body[name] = _forward.read(method).joined(inside, run)
     bases = (kind,) if issubclass(kind, _Fused) else (_Fused, kind)
     try:
         # Under a name of its own where the class has a register of subclasses.
@@ -395,6 +494,20 @@ def _fused_class(kind: _Class, source: Any, parts: frozenset[_forward.Part]) -> 
         return made
     except Exception:  # whatever __init_subclass__ or a metaclass raises
         raise _forward.Unreadable("belongs to a class that allows no subclass") from None
+
+
+def _methods(kind: _Class) -> Iterator[FunctionType]:
+    """The methods of a class, and of its bases that are not PyTorch's."""
+    for base in kind.__mro__:
+        if base.__module__.split(".")[0] == "torch":
+            continue
+        for value in vars(base).values():
+            functions = (value.fget, value.fset) if isinstance(value, property) else (value,)
+            for function in functions:
+                if isinstance(function, FunctionType):
+                    unwrapped: Any = inspect.unwrap(function)
+                    if isinstance(unwrapped, FunctionType):
+                        yield unwrapped
 
 
 @functools.wraps(nn.Sequential.forward)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import io
@@ -13,6 +15,8 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -49,7 +53,11 @@ MODULES: dict[str, nn.Module] = {
     "gelu": nn.GELU(),
     "gelu_tanh": nn.GELU(approximate="tanh"),
 }
-NO_ACTIVATION = "no activation follows it at once"
+NO_ACTIVATION = "no activation that can be fused is seen to follow it"
+
+
+def followed_by(name: str) -> str:
+    return f"{name} follows it, which is no activation that can be fused"
 
 
 def image(device: str = "cpu", layout: str = "channels_last", C: int = 8) -> Tensor:
@@ -139,10 +147,9 @@ def test_functional(device: str, activation: str, dtype: torch.dtype) -> None:
         expected = gradients(stock, X.double(), gamma.double(), beta.double())
     for mine, exact in zip(actual, expected, strict=True):
         assert mine.dtype == dtype
-        # A few units in the last place of the largest value.
-        torch.testing.assert_close(
-            mine.double(), exact, rtol=0, atol=4 * floor(float(exact.abs().max()), dtype)
-        )
+        # A few units in the last place of the largest value; in float64 stock's error is as large.
+        few = (16 if dtype == torch.float64 else 8) * floor(float(exact.abs().max()), dtype)
+        torch.testing.assert_close(mine.double(), exact, rtol=0, atol=few)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -854,6 +861,104 @@ def test_our_norm_with_an_activation_has_it_already() -> None:
         assert gn_override.fuse(nn.Sequential(norm, *after)) == Fusion((), ())
 
 
+def test_our_norm_without_an_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(gn_override.nn.GroupNorm(4, 8), nn.ReLU())
+    check_fused(model, image(), pairs=1, calls_made=1)
+    monkeypatch.setattr(gn_override.nn.GroupNorm, "forward", lambda self, x: x + 1)
+    assert takes(model) == 0
+
+
+class Stem(nn.Module):
+    """A forward that leaves the work to methods, as ResNets have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(4, 8), nn.GroupNorm(4, 8)
+        self.norm3 = nn.GroupNorm(4, 8, affine=False)
+        self.act = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.features(x, times=2)
+
+    def features(self, x: Tensor, *, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.norm1(x)
+            x = self.act(x)
+        last = self.tail
+        return last(x)
+
+    def tail(self, x: Tensor) -> Tensor:
+        return self.act(self.norm2(x)) + self.doubled(x)
+
+    @staticmethod
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def unused(self, x: Tensor) -> Tensor:
+        return self.act(self.norm3(x))
+
+
+def test_methods() -> None:
+    """Those of the same class that a forward uses, itself or by others, are read as well."""
+    fusion = check_fused(randomised(Stem()), image(), pairs=2, calls_made=3)
+    assert [pair.norm for pair in fusion.fused] == ["norm1", "norm2"]
+    assert fusion.skipped == (SkippedNorm("norm3", NO_ACTIVATION),)
+
+
+def test_fused_methods_are_copied_and_called_from_elsewhere() -> None:
+    model, X = randomised(Stem()), image()
+    expected = model(X), model.tail(X)
+    gn_override.fuse(model)
+    assert gn_override.fuse(model).fused == ()
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close((again(X), again.tail(X)), expected, rtol=1e-4, atol=1e-4)
+        assert takes(again) == 3
+
+
+class OtherTail(Stem):
+    """Has the forward of its base, and not all methods."""
+
+    def tail(self, x: Tensor) -> Tensor:
+        return self.act(self.norm2(x)) * self.doubled(x)
+
+
+class NoGradTail(Stem):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.features(x, times=1))
+
+    @torch.no_grad()
+    def tail(self, x: Tensor) -> Tensor:
+        return self.act(self.norm2(x))
+
+
+def test_methods_that_are_not_read() -> None:
+    """Of other classes, decorated or replaced: they run as they are written."""
+    X = image()
+    replaced = randomised(Stem())
+    replaced.tail = lambda x: replaced.act(replaced.norm2(x)) + 1  # type: ignore[method-assign]
+    for model in (randomised(OtherTail()), randomised(NoGradTail()), replaced):
+        expected = model(X)
+        fusion = gn_override.fuse(model)
+        fused = [] if isinstance(model, NoGradTail) else ["norm1"]
+        assert [pair.norm for pair in fusion.fused] == fused
+        assert SkippedNorm("norm2", NO_ACTIVATION) in fusion.skipped
+        torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_patched_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method that is patched on a class counts from the next fuse() on."""
+    model, X = Stem(), image()
+    gn_override.fuse(model)
+    monkeypatch.setattr(Stem, "tail", lambda self, x: x + 100)
+    gn_override.fuse(model)
+    assert takes(model) == 2
+    assert model(X).mean() > 90
+    stem = Stem()
+    gn_override.fuse(stem)
+    stem.tail = lambda x: x - 100  # type: ignore[method-assign]
+    assert stem(X).mean() < -90
+
+
 def test_inherited_forward() -> None:
     class Child(Functions):
         def forward(self, x: Tensor) -> Tensor:
@@ -904,6 +1009,22 @@ class Apart(Calls):
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.norm(x))
         return self.act(h)
+
+
+class Capped(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.drop = nn.ReLU6(), nn.Identity()  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(self.norm(x)))
+
+
+class InALoop(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        for step in (self.norm, self.act):
+            x = step(x)
+        return x
 
 
 class OtherContext(Calls):
@@ -1046,7 +1167,9 @@ def without_source() -> nn.Module:
         (SeenTwice, NO_ACTIVATION),
         (ChangedLater, NO_ACTIVATION),
         (SeenByAHandler, NO_ACTIVATION),
-        (Apart, NO_ACTIVATION),
+        (Apart, followed_by("Dropout")),
+        (Capped, followed_by("ReLU6")),
+        (InALoop, NO_ACTIVATION),
         (OtherContext, NO_ACTIVATION),
         (OtherFunction, NO_ACTIVATION),
         (Shadowed, NO_ACTIVATION),
@@ -1127,6 +1250,33 @@ def test_taken(kind: type[Calls]) -> None:
     check_fused(kind(), image(), pairs=1, calls_made=1)
 
 
+class CallsFunction(nn.Module):
+    """A function kept as an attribute."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.norm, self.function = nn.GroupNorm(4, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.function, str):
+            return x
+        h = self.norm(x)
+        return self.function(h)
+
+
+def test_functions_that_are_attributes() -> None:
+    model, X = CallsFunction(F.silu), image()
+    fusion = check_fused(model, X, pairs=1, calls_made=1)
+    assert fusion.fused == (FusedPair("norm", "self.function", "silu"),)
+    for function in (torch.tanh, lambda x: x * 2):
+        model.function = function
+        assert takes(model) == 0
+        assert torch.equal(model(X), function(model.norm(X)))
+    for left in (torch.tanh, "relu"):
+        (skipped,) = gn_override.fuse(CallsFunction(left)).skipped
+        assert skipped.reason == NO_ACTIVATION
+
+
 def test_only_sums_are_added() -> None:
     check_fused(Scaled(), image(), torch.randn(2, 8, 1, 1), pairs=1, calls_made=1)
 
@@ -1203,7 +1353,21 @@ def imported(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[nn.Mod
     return model, path
 
 
-@pytest.mark.parametrize("number, change", [*enumerate([("2", "30"), ("2", "2.0"), ("x)", "y)")])])
+CELL = """
+import torch.nn.functional as F
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 8)
+    def forward(self, x: Unknown):
+        return F.softplus(F.relu(self.norm(x)))
+"""
+
+CHANGES = [("2", "30"), ("2", "2.0"), ("x)", "y)"), ("* 2", "- 2"), ("return self", "return -self")]
+
+
+@pytest.mark.parametrize("number, change", [*enumerate(CHANGES)])
 def test_source_that_changes_on_disk(
     number: int, change: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1220,13 +1384,32 @@ def test_loads_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     gn_override.fuse(model)
     X, data = image(), pickle.dumps(model)
     expected = model(X)
-    for remembered in (_fuse._fused_class, _forward.read):
-        remembered.cache_clear()
+    _forward.read.cache_clear()
+    _fuse._made.clear()
     path.unlink()
     linecache.clearcache()
     again = pickle.loads(data)
     assert type(again) is sys.modules["gone"].Net
     torch.testing.assert_close(again(X), expected)
+
+
+def test_other_edits_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the forward stays what it was, and its place, that does not matter."""
+    model, path = imported("edited_elsewhere", tmp_path, monkeypatch)
+    path.write_text(SOURCE.replace("nn.ReLU()", "nn.Tanh()") + "assert '\\.'\n")
+    check_fused(model, image(), pairs=1, calls_made=1)
+
+
+def test_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compile each statement of a cell alone, and know the __future__ of earlier cells."""
+    name, cell = "<a cell>", CELL
+    monkeypatch.setitem(linecache.cache, name, (len(cell), None, cell.splitlines(True), name))
+    names: dict[str, Any] = {}
+    flags = annotations.compiler_flag
+    for statement in ast.parse(cell).body:
+        module = ast.Module([statement], type_ignores=[])
+        exec(compile(module, name, "exec", flags=flags, dont_inherit=True), names)
+    check_fused(names["Net"](), image(), pairs=1, calls_made=1)
 
 
 def test_decorated() -> None:
@@ -1241,6 +1424,111 @@ def test_replaced_forward() -> None:
     model.forward = model[0].forward
     (skipped,) = check_left(model, image())
     assert skipped.reason == "Sequential.forward is replaced on the instance"
+
+
+def test_forwards_that_hooks_put_back() -> None:
+    """As offloading does when it ends: the bound forward of the class stays on the instance."""
+
+    def hook_and_unhook(module: Any) -> None:
+        before = module.forward
+        module.forward = lambda x: x
+        module.forward = before
+
+    model, X = TwoPairs(), image()
+    for module in model.modules():
+        hook_and_unhook(module)
+    handle = model.second.register_forward_hook(lambda *_: None)
+    assert [pair.norm for pair in gn_override.fuse(model).fused] == ["first"]
+    handle.remove()
+    assert takes(model) == 1
+    hook_and_unhook(model)
+    assert [pair.norm for pair in gn_override.fuse(model).fused] == ["second"]
+    assert takes(model) == 2
+    hook_and_unhook(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TwoPairs, "forward", lambda self, x: x + 100)
+        gn_override.fuse(model)
+        assert torch.equal(model(X), X + 100)
+    other = TwoPairs()
+    other.forward = model.forward  # of another module
+    (first, _) = gn_override.fuse(other).skipped
+    assert first.reason == "TwoPairs.forward is replaced on the instance"
+
+
+def test_graph_modules() -> None:
+    """They write their forward anew, in a class of their own."""
+    stock = nn.Sequential(OrderedDict(norm=nn.GroupNorm(4, 8), act=nn.ReLU()))
+    model, X = torch.fx.symbolic_trace(stock), image()
+    (skipped,) = check_left(model, X)
+    assert skipped.reason.endswith(".forward is generated by torch.fx")
+    model.recompile()
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again(X), model(X))
+
+
+class SuperOfItsClass(ActivatedNorm):
+    def train(self, mode: bool = True) -> Any:
+        return super(self.__class__, self).train(mode)
+
+
+class SuperOfItsType(ActivatedNorm):
+    @property
+    def mode(self) -> str:
+        return super(type(self), self).__repr__()
+
+
+class SuperOfAVariable(ActivatedNorm):
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> Any:
+        kind = type(self)
+        return super(kind, self).train(mode)
+
+
+class CountsItsCalls(Calls):
+    count = 0
+
+    def note(self) -> None:
+        self.__class__.count += 1
+
+
+class InheritsACount(CountsItsCalls):
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        return self.act(self.norm(x))
+
+
+class SetsOnItsClass(ActivatedNorm):
+    def note(self) -> None:
+        setattr(type(self), "noted", True)  # noqa: B010
+
+
+@pytest.mark.parametrize(
+    "kind, method",
+    [
+        (SuperOfItsClass, "train"),
+        (SuperOfItsType, "mode"),
+        (SuperOfAVariable, "train"),
+        (InheritsACount, "note"),
+        (SetsOnItsClass, "note"),
+    ],
+)
+def test_classes_that_depend_on_the_class_of_self(kind: type[Calls], method: str) -> None:
+    """In a subclass these would find themselves again, or leave values where none looks."""
+    model = kind()
+    (skipped,) = check_left(model, image())
+    why = f"belongs to a class whose {method}() depends on the class of self"
+    assert skipped.reason == f"{kind.__name__}.forward {why}"
+    model.eval()
+
+
+class AsksForItsName(ActivatedNorm):
+    def extra_repr(self) -> str:
+        same = isinstance(self, self.__class__) and type(self).__name__ == type(self.act).__name__
+        return f"{self.__class__.__name__} {same} {super().extra_repr()}"
+
+
+def test_classes_that_ask_for_their_name() -> None:
+    check_fused(AsksForItsName(), image(), pairs=1, calls_made=1)
 
 
 class Doubled(nn.GroupNorm):
@@ -1289,6 +1577,33 @@ def test_patched_forward(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(gn_override.fuse(patched).fused) == 1
         torch.testing.assert_close(patched(X), expected)
     assert takes(model) == 1
+
+
+def test_forward_that_is_patched_to_one_without_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Patched(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x))
+
+    model, X = Patched(), image()
+    gn_override.fuse(model)
+    monkeypatch.setattr(Patched, "forward", lambda self, x: x + 100)
+    assert gn_override.fuse(model).fused == ()
+    assert torch.equal(model(X), X + 100)
+
+
+def test_classes_go_with_their_modules() -> None:
+    class Local(Calls):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x))
+
+    model = Local()
+    assert len(gn_override.fuse(model).fused) == 1
+    kind = weakref.ref(Local)
+    del Local, model
+    _forward.read.cache_clear()  # which holds the last of them
+    for _ in range(2):  # the fused class, then its base
+        gc.collect()
+    assert kind() is None
 
 
 class Registered(Calls):
@@ -2038,8 +2353,8 @@ def test_timm_resnet() -> None:
     with torch.no_grad():
         expected = model(X)
         fusion = gn_override.fuse(model)
-        assert len(fusion.fused) == 2 * 16, str(fusion)
+        assert len(fusion.fused) == 1 + 2 * 16, str(fusion)
         torch.ops.gn_override.reset_counters()
         actual = model(X)
-    assert calls(FORWARD, "cpu") == (32, 0)
+    assert calls(FORWARD, "cpu") == (33, 0)
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
