@@ -229,6 +229,44 @@ def test_dtypes(device, case, dtypes, activation):
     assert_same_bits(run(away_from_kink(inputs, activation), activation), ours)
 
 
+# Its dX is not large; large, and written past the caches; the same, with rows left by the fold.
+KEPT = (
+    Case("small", (5, 60, 9, 9), 6),
+    Case("streamed", (2, 64, 160, 130), 32),
+    Case("folded", (3, 3, 601, 587), 3),
+)
+
+
+@pytest.mark.parametrize("case", KEPT, **by_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float", "bfloat16"])
+@fused_activations
+def test_any_number_of_threads(case, dtype, activation):
+    """On a CPU, where backward's last step reads what others may have left in dX."""
+    inputs = make_inputs(case, "cpu", dtype)
+    want = run(inputs, activation)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert_same_bits(run(inputs, activation), want)
+    finally:
+        torch.set_num_threads(before)
+
+
+@few_cases
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat16"])
+@fused_activations
+def test_gradient_of_half_is_nearer_than_stocks(device, case, dtype, activation):
+    """By root mean square: PyTorch rounds Z and dZ, a fused backward dZ at most."""
+    inputs = away_from_kink(make_inputs(case, device, dtype), activation)
+    want = exact(inputs, (True, False, False), activation).dX
+
+    def error(dX: Tensor) -> float:
+        return float((dX.double().reshape(want.shape) - want).square().mean().sqrt())
+
+    assert error(run(inputs, activation).dX) <= 1.01 * error(stock_act(inputs, activation).dX)
+
+
 @few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)

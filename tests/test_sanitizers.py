@@ -127,6 +127,7 @@ def lines() -> list[str]:
                         threads=1 + number % 3,
                     )
                 )
+    found += [line(case, True, activation="silu") for case in CASES if case.name == "streamed"]
     return found
 
 
@@ -157,9 +158,10 @@ def test_races(race_driver):
     """With more threads than there is work for some, each on its own part."""
     names = ("n_odd", "d10", "c30", "g1", "volume")
     asked = [
-        line(case, backward, dtype, threads=threads)
+        line(case, backward, dtype, threads=threads, activation=activation)
         for case in CASES
         if case.name in names
+        for activation in ("identity", "silu")
         for backward in (False, True)
         for dtype in ("float", "bfloat16")
         for threads in (2, 3, 7)

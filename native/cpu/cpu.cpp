@@ -7,6 +7,7 @@
 //   chunks            the map to Y or dX
 // A thread gets the same run of chunks in the first and the last step, and goes
 // through it backwards in the last one: what it has read last is read first.
+// Backward, the sums of most activations leave dZ in dX's memory for the map.
 //
 // Where samples fit a thread's cache, there is one parallel loop over the slots
 // instead, and each takes its samples through the same steps on its own; what
@@ -73,7 +74,7 @@ void advise_huge_pages(void* output, int64_t bytes) {
 #endif
 }
 
-bool has(const Kernels& kernels) {
+bool has([[maybe_unused]] const Kernels& kernels) {
 #if defined(__x86_64__)
   if (&kernels == &cpu::kAVX512Kernels) {
     return __builtin_cpu_supports("avx512f") &&
@@ -102,10 +103,6 @@ std::atomic<const Kernels*>& chosen() {
   static std::atomic<const Kernels*> kernels{
       *std::ranges::find_if(kAll, [](const Kernels* k) { return has(*k); })};
   return kernels;
-}
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
 }
 
 // body(begin, end) over ranges of [0, count); an item costs `elements`.
@@ -265,6 +262,14 @@ class Batch {
   int64_t samples_;
 };
 
+// Whether the sums leave dZ where dX will be, and the map reads it from there.
+// An exponential is worth that: backward took 6 to 45% less time, from the
+// caches and from memory. relu's comparison is not: up to twice the time.
+bool keeps_dZ(const Problem& problem) {
+  return problem.want_dX && problem.is_fused() &&
+      problem.activation != Activation::kRelu;
+}
+
 // step(batch, pool) for all samples in batches: where threads have samples of
 // their own, as many whole runs for each as there are, then the rest together.
 template <typename Step>
@@ -381,6 +386,7 @@ void cpu_backward(
   double* totals = reinterpret_cast<double*>(workspace + layout.totals);
   const int64_t samples_per_run = layout.samples_per_run;
   const bool want_totals = problem.wants_parameters();
+  void* dZ = keeps_dZ(problem) ? arguments.dX : nullptr;
   if (problem.want_dX) {
     advise_huge_pages(arguments.dX, problem.bytes());
   }
@@ -420,6 +426,7 @@ void cpu_backward(
             element.gradient_sums(
                 batch.rows(arguments.dY, i),
                 batch.rows(arguments.X, i),
+                dZ ? batch.rows(dZ, i) : nullptr,
                 batch.chunk(i),
                 gradient(batch.sample_of_chunk(i)),
                 batch.partial(i, 0),
@@ -465,12 +472,16 @@ void cpu_backward(
           2 * batch.chunk_cost(),
           [&](int64_t begin, int64_t end) {
             for (int64_t i = end - 1; i >= begin; --i) {
+              cpu::Gradient map = gradient(batch.sample_of_chunk(i));
+              if (dZ) {
+                map.activation = Activation::kIdentity;
+              }
               element.input_gradient(
-                  batch.rows(arguments.dY, i),
+                  batch.rows(dZ ? dZ : arguments.dY, i),
                   batch.rows(arguments.X, i),
                   batch.rows(arguments.dX, i),
                   batch.chunk(i),
-                  gradient(batch.sample_of_chunk(i)));
+                  map);
             }
           });
     }

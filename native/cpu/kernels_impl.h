@@ -187,7 +187,7 @@ repair_moments(const T* X, int64_t rows, int64_t C, A* mean, A* M2) {
     m = m - m != V{} ? sum / static_cast<A>(rows) : m;
     const V infinity = V{} + static_cast<A>(__builtin_inf());
     store<kTail>(mean + v, n, m);
-    store<kTail>(M2 + v, n, (s - s != V{}) & (m - m == V{}) ? infinity : s);
+    store<kTail>(M2 + v, n, ((s - s != V{}) & (m - m == V{})) ? infinity : s);
   });
 }
 
@@ -328,6 +328,36 @@ void normalise(const void* X, void* Y, Chunk chunk, const Affine& affine) {
 
 // --- sums of the backward pass ---------------------------------------------
 
+// Where dZ is kept for input_gradient(); nowhere if null.
+template <typename T>
+struct Kept {
+  T* dZ;
+  bool stream;
+
+  Kept operator+(int64_t at) const {
+    return {dZ ? dZ + at : nullptr, stream};
+  }
+
+  template <int R, bool kTail>
+  void store_rows(
+      int64_t stride,
+      int64_t v,
+      int64_t n,
+      const Vector<Accumulator<T>> (&dz)[R]) const {
+    if (!kTail && stream) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        store_output<kTail, !kTail>(dZ + r * stride + v, n, dz[r]);
+      }
+    } else if (dZ) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        store<kTail>(dZ + r * stride + v, n, dz[r]);
+      }
+    }
+  }
+};
+
 // dZ of R rows at column v; `centered` are their X - center.
 template <typename A, int R>
 inline void differentiate_rows(
@@ -350,6 +380,7 @@ template <int R, bool kFirst, bool kFused, typename T, typename A>
 inline void add_gradient_sums(
     const T* dY,
     const T* X,
+    Kept<T> kept,
     int64_t stride,
     int64_t width,
     const Gradient& gradient,
@@ -370,6 +401,7 @@ inline void add_gradient_sums(
     }
     if constexpr (kFused) {
       differentiate_rows<A>(gradient, v, x, dz);
+      kept.template store_rows<R, kTail>(stride, v, n, dz);
     }
     V sum_X{};
     V sum_1{};
@@ -391,6 +423,7 @@ template <bool kFused, typename T, typename A>
 inline void row_gradient_sums(
     const T* dY,
     const T* X,
+    Kept<T> kept,
     int64_t rows,
     int64_t width,
     const Gradient& gradient,
@@ -400,10 +433,10 @@ inline void row_gradient_sums(
     const int64_t at = row * width;
     if (row == 0) {
       add_gradient_sums<R, true, kFused>(
-          dY + at, X + at, width, width, gradient, dZ_X, dZ_1);
+          dY + at, X + at, kept + at, width, width, gradient, dZ_X, dZ_1);
     } else {
       add_gradient_sums<R, false, kFused>(
-          dY + at, X + at, width, width, gradient, dZ_X, dZ_1);
+          dY + at, X + at, kept + at, width, width, gradient, dZ_X, dZ_1);
     }
   });
 }
@@ -412,6 +445,7 @@ template <bool kFused, typename T, typename A>
 void chunk_gradient_sums(
     const T* dY,
     const T* X,
+    T* dZ,
     Chunk chunk,
     const Gradient& gradient,
     A* dZ_X,
@@ -420,17 +454,26 @@ void chunk_gradient_sums(
   const int64_t C = chunk.C;
   const int64_t fold = chunk.fold;
   const int64_t rows = chunk.rows / fold;
-  if (fold == 1 || rows == 0) {
-    row_gradient_sums<kFused>(dY, X, chunk.rows, C, gradient, dZ_X, dZ_1);
+  const int64_t width = rows > 0 ? fold * C : C;
+  const Kept<T> kept{dZ, dZ && can_stream(chunk, dZ, width)};
+  if (width == C) {
+    row_gradient_sums<kFused>(dY, X, kept, chunk.rows, C, gradient, dZ_X, dZ_1);
     return;
   }
   A folded_X[cpu::kMaxFoldedRow];
   A folded_1[cpu::kMaxFoldedRow];
-  const int64_t width = fold * C;
-  row_gradient_sums<kFused>(dY, X, rows, width, gradient, folded_X, folded_1);
+  row_gradient_sums<kFused>(
+      dY, X, kept, rows, width, gradient, folded_X, folded_1);
   const int64_t at = rows * width;
   add_gradient_sums<1, false, kFused>(
-      dY + at, X + at, 0, chunk.rows * C - at, gradient, folded_X, folded_1);
+      dY + at,
+      X + at,
+      kept + at,
+      0,
+      chunk.rows * C - at,
+      gradient,
+      folded_X,
+      folded_1);
   for_columns<kLanes<T>>(0, C, [&]<bool kTail>(int64_t v, int64_t n) {
     V sum_X{};
     V sum_1{};
@@ -447,6 +490,7 @@ template <typename T>
 void gradient_sums(
     const void* dY,
     const void* X,
+    void* dZ,
     Chunk chunk,
     const Gradient& gradient,
     void* dZ_X,
@@ -454,12 +498,19 @@ void gradient_sums(
   using A = Accumulator<T>;
   const auto run = [&]<bool kFused>() {
     chunk_gradient_sums<kFused>(
-        as<T>(dY), as<T>(X), chunk, gradient, as<A>(dZ_X), as<A>(dZ_1));
+        as<T>(dY),
+        as<T>(X),
+        as<T>(dZ),
+        chunk,
+        gradient,
+        as<A>(dZ_X),
+        as<A>(dZ_1));
   };
   if (gradient.activation == Activation::kIdentity) {
     run.template operator()<false>();
   } else {
     run.template operator()<true>();
+    end_streaming();
   }
 }
 
