@@ -35,8 +35,8 @@ constexpr int64_t kLeastRows = 16;
 constexpr int64_t kMostRows = 512;
 
 // Elements of a chunk. With fewer, as of few channels, a chunk costs more than
-// its rows, by its calls and by the merge: 1x2x64x64 in 64 chunks of 128 took
-// 3 to 9 times as long as in two.
+// its rows, by its calls and by the merge (1x2x64x64 would be 64 chunks of
+// 128).
 constexpr int64_t kLeastElements = 4096;
 
 // Where X is this large, a chunk has so many bytes of each channel at least, so
