@@ -55,7 +55,7 @@ struct Plan {
   bool operator==(const Plan&) const = default;
 };
 
-// CUDA: older devices have no asynchronous copies to shared memory.
+// CUDA: Older devices have no asynchronous copies to shared memory.
 constexpr int kLeastComputeCapability = 80;
 
 // Blocks of a cluster that find room in any part of a device.
