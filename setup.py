@@ -96,8 +96,8 @@ CUDA_SOURCES = [
     "native/launch/two_pass_wide_half.cu",
 ]
 
-# Later GPUs compile the PTX of 9.0 on first use.
 LEAST_CAPABILITY = (8, 0)  # that the kernels are for: see native/plan/plan.h
+# Later GPUs compile the PTX of 9.0 on first use.
 DEFAULT_ARCHS = ["8.0", "8.6", "8.9", "9.0+PTX", "10.0", "12.0"]
 
 # The names that TORCH_CUDA_ARCH_LIST may use, as torch reads them.
