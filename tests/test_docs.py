@@ -67,11 +67,6 @@ def in_process(command: str, tmp_path: Path) -> None:
     assert main(shlex.split(command)[3:]) == 0
 
 
-def help_of(command: str, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main([*shlex.split(command)[3:], "--help"])
-
-
 def tool(*more: str, status: int = 0, said: str = "") -> Callable[[str, Path], None]:
     """Run a tool of the tree, with `more` arguments, in a folder where it can do no harm."""
 
@@ -150,7 +145,6 @@ HOW: dict[str, Callable[[str, Path], None]] = {
     "python -m gn_override bench": in_process,
     "python -m gn_override explain 2": in_process,
     "python -m gn_override explain 1": in_process,
-    "python -m gn_override explain": help_of,
     "python -m gn_override": in_process,
     "python -m codegen": by_ci("python -m codegen --check"),
     "python tools/render_readme.py": tool("--check"),
@@ -278,6 +272,13 @@ def test_ties_paths_and_links(path):
         if anchor:
             titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
+
+
+def test_regression_tests_that_are_named_exist():
+    tests = "".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py"))
+    named = re.findall(r"`(test_[a-z]\w+)`", prose(ROOT / "docs" / "reliability.md"))
+    assert len(named) >= 30
+    assert [name for name in named if f"def {name}(" not in tests] == []
 
 
 def test_pages_name_each_other():
