@@ -735,6 +735,10 @@ def test_text_of_the_pull_request(base):
         ratio = row["fwd_bwd"][before] / row["fwd_bwd"]["gn_override"]
         assert line.endswith(f" {ratio:.2f}x |")
     assert "{{" not in text and "<!--" not in text
+    tree = upstream.skeleton(CHANGE, base)
+    new = sum(len(t.splitlines()) for path, t in rendered(base).items() if path not in tree)
+    (lines, files) = map(int, re.findall(r"adds\*\* (\d+) lines, in (\d+) new files", text)[0])
+    assert 0 < lines - new < 500 and files == len(rendered(base).keys() - tree.keys())
     assert "which this\nchange leaves out. " in text
     assert ("#111824" in text) == (base == "2.14")
     assert (content["pytorch"]["git blob"][:12] in text) == (base == "main")

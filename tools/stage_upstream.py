@@ -15,6 +15,8 @@ gives the same commits, so a second run changes nothing.
 from __future__ import annotations
 
 import argparse
+import difflib
+import functools
 import json
 import math
 import re
@@ -69,6 +71,7 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
         "random shapes": str(sweep["summary"]["served"]),
         "measured plans": measured_plans(kernels),
         "gains of whole chip": gains(kernels, whole),
+        "size": size(base),
     }
     for what in kernel_table.DIRECTIONS:
         values[f"before, {what}"] = kernel_table.over_copy(rows, what, before)
@@ -85,6 +88,23 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
     block = r"<!-- base: .*?<!-- end base -->\n"
     text = re.sub(block, of_base, TEMPLATE.read_text(), flags=re.DOTALL)
     return re.sub(r"\{\{(.*?)\}\}", lambda match: values[match[1]], text)
+
+
+@functools.cache
+def size(base: str) -> str:
+    """How many lines the change adds, and to how many files."""
+    change = model.load().upstream
+    assert change is not None
+    before = upstream.skeleton(change, base)
+    after: dict[str, str] = {}
+    for commit in upstream.render(change, base, before.get):
+        after |= commit.files
+    lines = 0
+    for path, text in after.items():
+        compared = difflib.ndiff(before.get(path, "").splitlines(), text.splitlines())
+        lines += sum(line.startswith("+ ") for line in compared)
+    new = len(after.keys() - before.keys())
+    return f"{lines} lines, in {new} new files and {len(after) - new} that are edited"
 
 
 def _history(*command: str) -> str | None:

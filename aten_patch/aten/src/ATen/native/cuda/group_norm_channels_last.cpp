@@ -32,9 +32,9 @@ namespace {
 using namespace group_norm_nhwc;
 
 // A launch of all multiprocessors waits for the kernels of other streams to
-// end. It would for ever where one of these waits for what comes after it, as a
-// kernel that receives from another process may. Who has none of those may ask
-// for such launches, which are the fastest for large samples.
+// end, and would wait forever if one of these waits for what comes after it, as
+// a kernel that receives from another process may. A process without such
+// kernels may ask for these launches, which are the fastest for large samples.
 bool may_take_whole_chip() {
   static const bool asked =
       c10::utils::check_env("TORCH_GROUP_NORM_WHOLE_CHIP").value_or(false);
@@ -148,7 +148,7 @@ std::optional<Problem> problem_of(
   problem.G = group;
   problem.alignment = alignment_of(alike);
   if (problem.alignment < size_of(*dtype)) {
-    return std::nullopt; // as after set_() to an odd place in other's storage
+    return std::nullopt; // as after set_() to an odd place in a storage
   }
   return problem;
 }

@@ -1,4 +1,4 @@
-// Group normalisation of channels-last tensors on CUDA, behind the dispatch
+// Group normalization of channels-last tensors on CUDA, behind the dispatch
 // stubs of ATen/native/group_norm.h. The kernels, and the planner that chooses
 // among them, are in ATen/native/cuda/group_norm. Not built for ROCm.
 #pragma once
@@ -10,13 +10,14 @@ class Tensor;
 
 namespace native {
 
-// Both take what the stubs take, launch on the current stream and return true;
-// or they leave the call to the kernels of group_norm_kernel.cu, touch nothing
-// and return false. That they do where
+// Both take what the stubs take, launch on the current stream and return true.
+// Or they touch nothing and return false, which leaves the call to the kernels
+// of group_norm_kernel.cu, where
 //   * X is not channels-last (4-D, 5-D), or is NCHW-contiguous as well, which
 //     one pixel or one channel makes it, or is empty;
-//   * another operand of X's size is not laid out as X, or any operand has
-//     another dtype than X, or X one that is not float, double, half, bfloat16;
+//   * another operand of X's size is not laid out as X;
+//   * X is not float, double, half or bfloat16, or another operand's dtype is
+//     not X's;
 //   * the address of an operand of X's size is not a multiple of its elements';
 //   * an operand has no memory, or the arguments do not fit together: those
 //     kernels raise the errors;
