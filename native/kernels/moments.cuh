@@ -1,8 +1,8 @@
 // Means and centred sums of squares of a tile, without cancellation.
 //
-// Variance is never E[x^2] - m^2: a thread's squares are of deviations from the
-// mean of its first pixels; partial results are (mean, M2) with known counts,
-// merged by Chan's formula,
+// Variance is never E[x^2] - m^2: a thread's squares are of deviations from a
+// pivot among its first pixels; partial results are (mean, M2) with known
+// counts, merged by Chan's formula,
 //   delta = m_b - m_a, n = n_a + n_b,
 //   m = m_a + delta n_b / n, M2 = M2_a + M2_b + delta^2 n_a n_b / n
 // (Chan, Golub, LeVeque 1983), or, where all partials are at hand, by sums of
@@ -30,10 +30,11 @@ __device__ __forceinline__ Acc centred(Acc all, Acc of_mean) {
 }
 
 // The moments of kVector channels over the pixels seen so far: sums of
-// deviations from the first batch's mean, of their squares, and after finish()
-// the (mean, M2). The first batch is among those it stands for: if they are n
-// pixels, its mean is within sqrt(n) deviations of theirs, so little cancels.
-// The sums are compensated where results show that it is some deviations off.
+// deviations from a pivot, of their squares, and after finish() the (mean, M2).
+// The pivot is the first batch's mean or, for two-byte results, the first
+// pixel. It is of the pixels that it stands for: if they are n, it is within
+// sqrt(n) deviations of their mean, so little cancels. The sums are compensated
+// where results show that it is some deviations off.
 template <typename T, typename TY, int kVector>
 struct ChannelMoments {
   using Acc = Accumulator<T>;

@@ -140,8 +140,7 @@ const std::array kRules{
         kChannelsLastConditions,
         plan_channels_last,
         "every channels-last shape: a thread takes whole samples where they "
-        "fit "
-        "its cache; else all threads share one, cut into chunks"},
+        "fit its cache; else all threads share one, cut into chunks"},
     Rule{
         "aten",
         {},
