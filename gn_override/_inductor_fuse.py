@@ -26,6 +26,7 @@ from gn_override import _activations, _calls, _meta
 _Pass = Callable[[Graph], None]
 
 _NORMS = (F.group_norm, torch.group_norm)
+_FUSED = torch.ops.gn_override.group_norm_act.default
 
 
 class FuseActivations(CustomGraphPass):
@@ -43,7 +44,7 @@ class FuseActivations(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for custom_pass in self._passes():
             custom_pass(graph)
-        if self.active():
+        if self.active() and not _is_watched(graph):
             _fuse(graph)
 
     def __deepcopy__(self, memo: Any) -> FuseActivations:
@@ -65,6 +66,12 @@ class FuseActivations(CustomGraphPass):
         return self.before if isinstance(self.before, (list, tuple)) else (self.before,)
 
 
+def _is_watched(graph: Graph) -> bool:
+    """Whether the graph is checkpointed by a policy, which decides on PyTorch's operators."""
+    module = graph.owning_module
+    return module is not None and "_checkpoint_context_fn" in module.meta
+
+
 def _fuse(graph: Graph) -> None:
     for norm in list(graph.nodes):
         if norm.op != "call_function" or norm.target not in _NORMS:
@@ -72,12 +79,13 @@ def _fuse(graph: Graph) -> None:
         arguments = _arguments(*norm.args, **norm.kwargs)
         out_dtype = _autocast_dtype(norm, arguments[0], *arguments[2:4])
         activation, name = _activation(norm)
-        if (name == "identity" and out_dtype is None) or not _taken(out_dtype, *arguments):
+        if (name == "identity" and out_dtype is None) or not _taken(norm, out_dtype, *arguments):
             continue
         with graph.inserting_before(norm):
-            op = torch.ops.gn_override.group_norm_act.default
-            fused = graph.call_function(op, (*arguments, name, out_dtype))
+            fused = graph.call_function(_FUSED, (*arguments, name, out_dtype))
             output = graph.call_function(operator.getitem, (fused, 0))
+        # Where it is from, and what the program has noted: on which stream it runs, say.
+        fused.meta = {key: norm.meta[key] for key in norm.meta.keys() - {"example_value"}}
         output.meta = activation.meta.copy()
         activation.replace_all_uses_with(output)
         graph.erase_node(activation)
@@ -130,11 +138,18 @@ def _name(norm: Node, activation: Node) -> str | None:
 
 
 def _taken(
-    out_dtype: torch.dtype | None, input: Any, num_groups: Any, weight: Any, bias: Any, eps: Any
+    norm: Node,
+    out_dtype: torch.dtype | None,
+    input: Any,
+    num_groups: Any,
+    weight: Any,
+    bias: Any,
+    eps: Any,
 ) -> bool:
     """Whether our kernels take the norm."""
     X, gamma, beta = (_value(argument) for argument in (input, weight, bias))
     known = _is_plain(X) and isinstance(num_groups, int) and isinstance(eps, float)
+    known = known and _is_plain(_value(norm))  # of plain operands too a transform makes its own
     for argument, value in ((weight, gamma), (bias, beta)):
         known = known and (argument is None or _is_plain(value))
     if not known or _changes(bias, beta):
@@ -148,12 +163,11 @@ def _changes(argument: Any, bias: Tensor | None) -> bool:
     """Whether the program may change the bias in place, as Dynamo has run it on fake tensors.
 
     PyTorch's own norm lets it, before backward as well; ours, with an activation, keeps the bias.
-    A change of its `.data` has no version: so of what the program computes and has another use of.
+    A change of its `.data` has no version: so of what has another use than as an operand of norms.
     """
     if bias is None or bias.is_inference():
         return False
-    computed = isinstance(argument, Node) and argument.op not in ("placeholder", "get_attr")
-    return bias._version > 0 or (computed and len(argument.users) > 1)
+    return bias._version > 0 or any(user.target not in (*_NORMS, _FUSED) for user in argument.users)
 
 
 def _is_plain(value: Any) -> bool:
@@ -162,7 +176,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _together(norm: Node, activation: Node) -> bool:
-    """Whether only values are computed between two nodes: no change of autocast or grad mode."""
+    """Whether only values are computed between two nodes: no change of autocast, of grad mode or
+    of what the program notes of its nodes, their stream for one."""
+    if norm.meta.get("custom") != activation.meta.get("custom"):
+        return False
     node = norm.next
     while node is not activation:
         if node.op.startswith("call") and _value(node) is None:

@@ -7,6 +7,7 @@ what is compiled here rests on.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import operator
 import os
@@ -39,7 +40,13 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.fx.traceback import annotate
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import gn_override
 from gn_override import _library, _meta
@@ -617,6 +624,12 @@ def data_of_bias_changed_later(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor
     return Y
 
 
+def data_of_an_input_changed_later(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    Y = norm_silu(X, gamma, beta)
+    beta.data.mul_(2).mul_(0.5)  # for the next call
+    return Y
+
+
 def used_twice(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     Y = norm(X, gamma, beta)
     return F.silu(Y) + Y
@@ -647,6 +660,7 @@ def changed_in_place(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         (changed_in_between, ["silu"]),
         (bias_changed_later, []),
         (data_of_bias_changed_later, []),
+        (data_of_an_input_changed_later, []),
         (lambda X, gamma, beta: norm_silu(X, gamma, beta * 2), ["silu"]),
         (used_twice, []),
         (changed_in_place, []),
@@ -660,6 +674,53 @@ def changed_in_place(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
 )
 def test_pass(function: Callable[..., Tensor], fused: list[str]) -> None:
     assert after_the_pass(function, *operands((2, 6, 7, 5), "cpu")) == fused
+
+
+@pytest.mark.parametrize("second, fused", [("a", True), ("b", False)])
+def test_pass_keeps_what_is_noted(second: str, fused: bool) -> None:
+    """The stream of a node is noted so, and what a backend does for some nodes only."""
+    noted = []
+
+    def note(graph: torch.fx.Graph) -> None:
+        noted.extend(node.meta for node in graph.nodes if "group_norm" in str(node.target))
+
+    def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        with annotate({"by": "a"}):
+            Y = norm(X, gamma, beta)
+        with annotate({"by": second}):
+            return F.silu(Y)
+
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False, post_grad_custom_post_pass=note),
+        expect_calls("cpu", True, True, FUSED if fused else ATEN),
+    ):
+        train(compiled(function), *operands((2, 6, 7, 5), "cpu"))
+    assert len(noted) == 2  # forward and backward
+    for meta in noted:
+        assert meta["custom"] == {"by": "a"} and "F.group_norm(" in meta["stack_trace"]
+
+
+def test_selective_checkpointing() -> None:
+    """A policy decides on PyTorch's operators, as in eager mode."""
+    seen: set[Any] = set()
+
+    def policy(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.add(op)
+        saved = op is aten.native_group_norm.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(norm_silu, X, gamma, beta, use_reentrant=False, context_fn=contexts)
+
+    tensors = operands((2, 6, 7, 5), "cpu")
+    expected = train(norm_silu, *tensors)
+    with expect_calls("cpu", True, True):
+        actual = train(compiled(function), *tensors)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert aten.native_group_norm.default in seen
+    assert not [op for op in seen if op.namespace == "gn_override"]
 
 
 def test_pass_under_autocast(device: str) -> None:
@@ -682,7 +743,17 @@ def mapped(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     return torch.func.vmap(norm_silu, (None, 0, None))(X, torch.stack([gamma, beta]), beta)
 
 
-@pytest.mark.parametrize("function", [gradient, mapped])
+def captured(X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """No operand of the norm is transformed; its result is a tensor of the transform."""
+
+    def loss(scale: Tensor) -> Tensor:
+        pixels = norm_silu(X, gamma, beta).permute(0, 2, 3, 1)
+        return (pixels.view(len(X), -1) * scale).sum()
+
+    return torch.func.grad(loss)(gamma[0])
+
+
+@pytest.mark.parametrize("function", [gradient, mapped, captured])
 def test_transforms_keep_stocks(function: Callable[..., Tensor]) -> None:
     """Inside them our operator is a composite, and its layout another."""
     tensors = [t.detach() for t in operands((2, 6, 7, 5), "cpu")]
