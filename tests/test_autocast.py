@@ -302,6 +302,33 @@ def test_with_an_activation(fake, cuda_autocast, mode, layout):
         assert [t.dtype for t in saved if t.numel() == X.numel()] == [X.dtype]
 
 
+@needs_cuda_build
+@pytest.mark.parametrize(
+    "dtypes, taken",
+    [
+        ((torch.float32, torch.float32), torch.float32),
+        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
+        ((torch.float16, torch.float16), torch.bfloat16),
+        ((torch.bfloat16, torch.float32), torch.bfloat16),
+        ((torch.float32, torch.float16), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_preserve_casts_weights_that_fit_no_kernel(fake, cuda_autocast, dtypes, taken):
+    """As those of a norm without an activation; PyTorch's CUDA kernels refuse them otherwise."""
+    gn_override.set_autocast("preserve")
+    X = fakes(dtype=torch.bfloat16)[0]
+    gamma, beta = (torch.empty(8, device="cuda", dtype=d, requires_grad=True) for d in dtypes)
+
+    def run() -> Tensor:
+        with cuda_autocast(torch.bfloat16):
+            return op(X, GROUPS, gamma, beta, 1e-5, "silu")[0]
+
+    Y, saved = saved_by(run)
+    assert Y.dtype == torch.bfloat16
+    assert [t.dtype for t in saved if t.shape == gamma.shape] == [taken, taken]
+
+
 # --- the switch -------------------------------------------------------------------------------
 
 

@@ -31,6 +31,14 @@ bool is_half(const Tensor& X) {
   return X.scalar_type() == at::kHalf || X.scalar_type() == at::kBFloat16;
 }
 
+bool are_of(
+    at::ScalarType type,
+    const std::optional<Tensor>& gamma,
+    const std::optional<Tensor>& beta) {
+  return (!defined(gamma) || gamma->scalar_type() == type) &&
+      (!defined(beta) || beta->scalar_type() == type);
+}
+
 // In the type, through autocast's cache; tensors that autocast leaves alone
 // stay as they are.
 template <typename T>
@@ -90,8 +98,18 @@ Result group_norm_act_autocast(
     out_dtype = preserves ? X.scalar_type() : at::kFloat;
   }
   if (is_half(X) && out_dtype == X.scalar_type()) {
+    // Weights that the operator would refuse are given X's dtype.
+    const at::ScalarType type = X.scalar_type();
+    const bool taken =
+        are_of(type, gamma, beta) || are_of(at::kFloat, gamma, beta);
     return call_group_norm_act(
-        X, group, gamma, beta, eps, activation, out_dtype);
+        X,
+        group,
+        taken ? gamma : cast_to(type, gamma),
+        taken ? beta : cast_to(type, beta),
+        eps,
+        activation,
+        out_dtype);
   }
   return call_group_norm_act(
       out_dtype ? X : cast_to(at::kFloat, X),
