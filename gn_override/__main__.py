@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gn_override import _bench, _picture
 
         try:
-            plot = _picture.path(options.plot) if options.plot else None
+            plot = None if options.plot is None else _picture.path(options.plot)
         except argparse.ArgumentTypeError as error:
             options.parser.error(f"--plot: {error}")
         if not 0 < options.seconds < math.inf:
@@ -159,12 +159,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         try:
             dtype = _explain.parse_dtype(options.dtype)
+            param_dtype = dtype
+            if options.param_dtype is not None:
+                param_dtype = _explain.parse_dtype(options.param_dtype)
             explanation = _explain.explain_shape(
                 _explain.parse_shape(options.shape),
                 options.groups,
                 device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
                 dtype=dtype,
-                param_dtype=_explain.parse_dtype(options.param_dtype or options.dtype),
+                param_dtype=param_dtype,
                 channels_last=options.layout == "channels_last",
                 activation=options.activation,
                 backward=options.backward,

@@ -158,7 +158,8 @@ def explain(
     """
     _activations.check(activation)
     if isinstance(input_or_module, normalization.GroupNorm):
-        if input is None or num_groups is not None or weight is not None or bias is not None:
+        others = (num_groups, weight, bias)
+        if not isinstance(input, Tensor) or any(other is not None for other in others):
             raise TypeError("with a module, the call is explain(module, input=tensor)")
         x = input
         num_groups = input_or_module.num_groups

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -83,7 +84,22 @@ def install() -> torch.library.Library:
         sys.meta_path.insert(0, _Hook())
     library = torch.library.Library("gn_override", "IMPL")
     library.impl("traces_for_elsewhere", traces_for_elsewhere, "CompositeImplicitAutograd")
+    os.register_at_fork(after_in_child=_forked)
     return library
+
+
+@_library.unseen()
+def _forked() -> None:
+    """Ends the turn that another thread was in: the child of a fork has no such thread."""
+    global _turning
+    if _turning.acquire(blocking=False):
+        _turning.release()
+        return
+    _turning = threading.RLock()
+    setter, on = _latest
+    setter(on)
+    _meta.follow()
+    _follow()
 
 
 def is_active() -> bool:
@@ -140,6 +156,9 @@ def _set_wanted(enabled: bool) -> bool:
     return before
 
 
+_latest: tuple[Callable[[bool], bool], bool] = (_set_wanted, True)  # turn(), of these
+
+
 def turn(setter: Callable[[bool], bool], on: bool) -> bool:
     """Sets what tracing follows, and makes it follow if that changes; returns what was before.
 
@@ -171,8 +190,10 @@ def turn(setter: Callable[[bool], bool], on: bool) -> bool:
 
 @_library.unseen()
 def _turn(setter: Callable[[bool], bool], on: bool) -> bool:
+    global _latest
     compiling = CompileContext.try_get() is not None
     with _turning:
+        _latest = (setter, on)
         before = setter(on)
         if before != on:
             try:

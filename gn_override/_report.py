@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,15 @@ from gn_override._inductor import is_active
 
 # The dispatch keys that decide where a group normalisation call goes, for each op.
 _KEYS = {
-    "group_norm": ("CPU", "CUDA", "AutogradCUDA", "AutocastCUDA", "CompositeImplicitAutograd"),
+    "group_norm": (
+        "CPU",
+        "CUDA",
+        "AutogradCPU",
+        "AutogradCUDA",
+        "AutocastCPU",
+        "AutocastCUDA",
+        "CompositeImplicitAutograd",
+    ),
     "native_group_norm": ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "Meta"),
     "native_group_norm_backward": ("CPU", "CUDA", "AutogradCPU", "AutogradCUDA", "Meta"),
 }
@@ -94,7 +103,7 @@ class Report:
             lines += [f"  {'':{width}}  over         {where}" for where in owner.below]
         strangers = {owner.package for owner in self.owners} - {"gn_override", "torch"}
         if strangers:
-            lines.append(f"  registered last, so takes the calls: {', '.join(sorted(strangers))}")
+            lines.append(f"  another package takes the calls: {', '.join(sorted(strangers))}")
         for title, counts in (("calls taken:", self.calls), ("calls declined:", self.declined)):
             lines += ["", title]
             lines += [f"  {count:>10}  {name}" for name, count in counts.items()] or ["  none"]
@@ -150,7 +159,7 @@ def _owners(op: str) -> list[Owner]:
         Owner(
             op=op,
             key=key,
-            package=_package(active[key]),
+            package=package_of(active[key]),
             where=active[key],
             below=tuple(displaced.get(key, ())),
         )
@@ -159,12 +168,19 @@ def _owners(op: str) -> list[Owner]:
     ]
 
 
-def _package(where: str) -> str:
-    """The package that a registration at file:line belongs to."""
+def package_of(where: str) -> str:
+    """The package that a registration at file:line belongs to; else that file:line, for short."""
     path = where.replace("\\", "/")
     if _OURS.search(path) or path.startswith(f"{Path(__file__).parent.as_posix()}/"):
         return "gn_override"
     if _TORCH.search(path):
         return "torch"
     installed = _INSTALLED.search(path)
-    return installed[1] if installed else path.rsplit("/", 1)[-1]
+    if installed:
+        return installed[1]
+    # It runs from a source tree. No attribute is asked for: lazy modules import what that needs.
+    file = where.rpartition(":")[0]
+    for name, module in list(sys.modules.items()):
+        if name != "__main__" and getattr(module, "__dict__", {}).get("__file__") == file:
+            return name.partition(".")[0]
+    return path.rsplit("/", 1)[-1]

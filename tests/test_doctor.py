@@ -307,11 +307,56 @@ def test_a_script_that_ends_the_process(tmp_path, monkeypatch):
     assert second.ok
 
 
+OURS = "x/native/binding/generated/register.cpp:37"
+
+
 def test_owners_are_those_of_the_report(monkeypatch):
-    owner = _report.Owner("group_norm", "CUDA", "flag_gems", "flag_gems/x.py:1", ())
-    monkeypatch.setattr(_report, "report", lambda: SimpleNamespace(owners=(owner,)))
-    check = only(_doctor._dispatcher(()))
-    assert not check.ok and check.mend == "import gn_override after flag_gems"
+    """What came after us shall come before; where nothing of ours is, the order is no matter."""
+    owners = [
+        _report.Owner("native_group_norm", "CUDA", "flag_gems", "flag_gems/x.py:1", (OURS,)),
+        _report.Owner("group_norm", "CompositeImplicitAutograd", "other", "other/x.py:1", (OURS,)),
+        _report.Owner("group_norm", "CPU", "other", "other/x.py:1", ()),
+        _report.Owner("group_norm", "CUDA", "flag_gems", "flag_gems/x.py:1", ()),
+    ]
+    monkeypatch.setattr(_report, "report", lambda: SimpleNamespace(owners=owners))
+    checks = list(_doctor._dispatcher(()))
+    assert not any(check.ok for check in checks)
+    assert [check.mend for check in checks] == [
+        "import gn_override after flag_gems",
+        "import gn_override after other",
+        "import gn_override after other",
+        "do without flag_gems, or keep it from registering group_norm",
+    ]
+
+
+@pytest.mark.parametrize("key", ["CPU", "AutogradCPU", "AutocastCPU"])
+def test_another_package_beside_ours(key, tmp_path):
+    """At a key where this package has nothing, so that the order of imports is no matter."""
+    package = tmp_path / "elsewhere"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import torch\n"
+        "lib = torch.library.Library('aten', 'IMPL')\n"
+        f"lib.impl('group_norm', lambda x, *a: x + 1, {key!r})\n"
+    )
+    code = (
+        "import sys, elsewhere, gn_override.__main__\n"
+        "sys.exit(gn_override.__main__.main(['doctor', '--json']))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 1, result.stderr
+    wrong = [check for check in json.loads(result.stdout) if check["name"] == "dispatcher"]
+    assert wrong and not any(check["ok"] for check in wrong)
+    assert any(f"elsewhere has taken group_norm on {key}: " in check["found"] for check in wrong)
+    assert {check["mend"] for check in wrong} == {
+        "do without elsewhere, or keep it from registering group_norm"
+    }
 
 
 # A call.
@@ -323,7 +368,16 @@ def test_a_call_that_raises(monkeypatch):
 
     monkeypatch.setattr(F, "group_norm", no_image)
     check = only([_doctor._call("cpu")])
-    assert not check.ok and check.found == "raises CUDA error: no kernel image is available"
+    found = "raises RuntimeError: CUDA error: no kernel image is available"
+    assert not check.ok and check.found == found
+
+
+def test_a_call_that_raises_what_another_package_raises(monkeypatch):
+    def refuse(*arguments):
+        raise KeyError("block size")
+
+    monkeypatch.setattr(F, "group_norm", refuse)
+    assert only([_doctor._call("cpu")]).found == "raises KeyError: 'block size'"
 
 
 def test_a_call_that_runs_elsewhere(monkeypatch):

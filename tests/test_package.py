@@ -13,15 +13,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from shapes import CPU_CASES, KERNEL_CASES
 from torch import nn
+from torch._decomp import meta_table
 
 import gn_override
-from gn_override import __main__, _demo, _explain, _library, _meta, _report
+from gn_override import __main__, _demo, _explain, _inductor, _library, _meta, _report
 from gn_override.__main__ import _parser, main
 
 
@@ -337,6 +339,34 @@ def test_switch_may_be_flipped_by_many_threads(request):
     assert before.startswith(config.cache_key_tag) and "gn_override" not in config.cache_key_tag
 
 
+def test_fork_while_another_thread_turns_the_switch():
+    """The child ends that turn, and has a switch of its own."""
+    forked = threading.Event()
+    halfway = threading.Event()
+
+    def setter(on: bool) -> bool:
+        before = gn_override._set_on(on)
+        if threading.current_thread() is thread:
+            halfway.set()
+            assert forked.wait(60)
+        return before
+
+    thread = threading.Thread(target=_inductor.turn, args=(setter, False))
+    thread.start()
+    assert halfway.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends it
+        op = torch.ops.aten.native_group_norm.default
+        followed = not gn_override.is_enabled() and op not in meta_table
+        gn_override.enable()
+        os._exit(0 if followed and gn_override.is_enabled() and op in meta_table else 1)
+    forked.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert not gn_override.is_enabled()
+
+
 def test_set_inductor_takes_a_bool():
     for wrong in ("False", 0, None):
         with pytest.raises(TypeError, match=f"True or False, not {wrong!r}"):
@@ -532,6 +562,7 @@ def test_explain_writes_three_digits(count, speed, text):
         lambda x, m: gn_override.explain(x),
         lambda x, m: gn_override.explain(x, 32, input=x),
         lambda x, m: gn_override.explain(m),
+        lambda x, m: gn_override.explain(m, input=[1, 2]),
         lambda x, m: gn_override.explain(m, 32, input=x),
         lambda x, m: gn_override.explain(m, input=x, weight=m.weight),
         lambda x, m: gn_override.explain([1, 2], 32),
@@ -845,11 +876,15 @@ def test_report_lists_calls_apart():
     assert sorted(order, key=text.index) == order
 
 
-def test_packages_of_registrations():
+def test_packages_of_registrations(monkeypatch):
     folder = Path(_report.__file__).parent
-    assert _report._package(f"{folder}/_meta.py:3") == "gn_override"
-    assert _report._package(f"{folder}_extras/ops.py:3") != "gn_override"
-    assert _report._package("/elsewhere/kernels.py:12") == "kernels.py:12"
+    assert _report.package_of(f"{folder}/_meta.py:3") == "gn_override"
+    assert _report.package_of(f"{folder}_extras/ops.py:3") != "gn_override"
+    assert _report.package_of("/elsewhere/kernels.py:12") == "kernels.py:12"
+    module = ModuleType("strange.kernels")
+    module.__file__ = "/elsewhere/kernels.py"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert _report.package_of("/elsewhere/kernels.py:12") == "strange"
 
 
 def test_command_line_report(capsys):
@@ -893,6 +928,8 @@ def test_command_line_explain(capsys):
         (["explain", "2x64x8x8", "--groups", "7"], "divide"),
         (["explain", "2x100000000000000000000x4x4", "--groups", "4"], "too large"),
         (["explain", "2x64x8x8", "--groups", "8", "--dtype", "int8"], "bf16"),
+        (["explain", "2x64x8x8", "--groups", "8", "--param-dtype", ""], "bf16"),
+        (["bench", "--plot", ""], "--plot"),
         (["doctor", "--import", ""], "--import"),
         (["nonsense"], "nonsense"),
     ],
