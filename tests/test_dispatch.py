@@ -39,6 +39,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gn_override
 from gn_override import _library, _meta
@@ -243,7 +244,12 @@ def test_off_is_stock_bit_for_bit() -> None:
     without = run_python(DIGEST.format(prepare="")).stdout
     never_on = run_python(DIGEST.format(prepare="import gn_override"), GN_OVERRIDE="0").stdout
     turned_off = run_python(
-        DIGEST.format(prepare="import gn_override; gn_override.disable()")
+        DIGEST.format(
+            prepare="import gn_override\n"
+            "x = torch.randn(2, 7, 6).transpose(1, 2).requires_grad_()\n"
+            "F.group_norm(x, 3).sum().backward()\n"  # which leaves nothing behind
+            "gn_override.disable()"
+        )
     ).stdout
     on = run_python(DIGEST.format(prepare="import gn_override")).stdout
     assert without == never_on == turned_off
@@ -261,6 +267,31 @@ def test_switch_acts_on_the_next_call(device: str) -> None:
         assert torch.equal(norm(X), stock)
     assert taken(device) == (2, 0)
     assert torch.equal(ours, again)
+
+
+class SwitchesOff(TorchDispatchMode):
+    """The switch goes off between a call and its operators, as another thread may do it."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        with gn_override.disabled():
+            return function(*args, **(kwargs or {}))
+
+
+@RANKS
+@pytest.mark.parametrize("dY_layout", ["channels_last", "nchw"])
+def test_switched_off_during_a_call(device: str, shape: tuple[int, ...], dY_layout: str) -> None:
+    """The results are right, whatever layout stock's kernels take."""
+    tensors = operands(shape, device)
+    dY = lay_out(torch.randn(shape, dtype=torch.double, device=device), dY_layout)
+
+    def train(*tensors: Tensor) -> tuple[Tensor, ...]:
+        Y = norm(*tensors)
+        return Y, *torch.autograd.grad(Y, tensors, dY)
+
+    with SwitchesOff():
+        results = train(*tensors)
+    assert calls(FORWARD, device)[0] == calls(BACKWARD, device)[0] == 0
+    torch.testing.assert_close(results, stock_on_nchw(train, tensors))
 
 
 # --- autograd ---------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ class Call(ctypes.Structure):
     _fields_ = (
         *fields("backward dtype param_dtype wide_statistics wide_output", ctypes.c_int64),
         *fields("N C HxW G activation", ctypes.c_int64),
-        *fields("alignment scheme columns splits threads code l2_bytes seed", ctypes.c_int64),
+        *fields("alignment scheme columns splits threads code", ctypes.c_int64),
+        *fields("l2_bytes multiprocessors seed", ctypes.c_int64),
         *fields("eps", ctypes.c_double),
         *fields("dY X added gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
     )
@@ -149,6 +150,7 @@ class Emulator:
         added: Tensor | None = None,
         code: str = "9.0",
         l2_bytes: int = 0,
+        multiprocessors: int = 0,
         seed: int = 0,
     ) -> tuple[Results, tuple[str, str]]:
         """Forward and backward of channels-last inputs; results and both plans.
@@ -200,6 +202,7 @@ class Emulator:
                 threads=pin.threads,
                 code=CODES.index(code),
                 l2_bytes=l2_bytes,
+                multiprocessors=multiprocessors,
                 seed=seed,
                 eps=i.eps,
                 **pointers,
@@ -305,6 +308,15 @@ def test_clusters_of_one_sample_and_of_all(emulator):
             number = numbers(plan)
             kinds.add((number["splits"] > 1, number["cluster"] == case.N * number["splits"]))
     assert kinds == {(False, False), (False, True), (True, False), (True, True)}
+
+
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_more_parts_than_a_warp_adds_up(emulator, dtypes):
+    """A block does: of the statistics, and of the sums of a group."""
+    inputs = make_inputs(Case("parts", (1, 30, 160, 161), 1), "cpu", *dtypes)
+    for plan in emulator(inputs, Pin("two_pass"), multiprocessors=132)[1]:
+        assert numbers(plan)["splits"] > 128, plan
+    assert_parity(run_twice(emulator, inputs, Pin("two_pass"), multiprocessors=132), inputs)
 
 
 @pytest.mark.parametrize("samples", [0, 1])
@@ -480,6 +492,7 @@ FAULTS = """
 #include <exception>
 #include <string>
 
+#include "emulator.h"
 #include "native/kernels/hardware.cuh"
 
 namespace gn_override {
@@ -530,6 +543,13 @@ __global__ void tell(int fault, int* out) {
   }
 }
 
+// In place, twice.
+__global__ void increment(int fault, const int* in, int* out) {
+  const int before = fault == kNoWait ? in[threadIdx.x] : 0;
+  wait_for_previous_kernel();
+  out[threadIdx.x] = 1 + (fault == kNoWait ? before : in[threadIdx.x]);
+}
+
 } // namespace gn_override
 
 using namespace gn_override;
@@ -537,18 +557,30 @@ using namespace gn_override;
 extern "C" const char* run(int kernel, int fault, const int* in, int* out) {
   static std::string text;
   cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kernel == 0 ? 1 : 2;
+  if (kernel == 2) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  } else {
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = kernel == 0 ? 1 : 2;
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(attribute.val.clusterDim.x);
+  config.gridDim = dim3(kernel == 1 ? 2 : 1);
   config.blockDim = dim3(64);
   config.dynamicSmemBytes = 64 * sizeof(int);
   config.attrs = &attribute;
   config.numAttrs = 1;
   try {
     text = "";
-    kernel == 0 ? cudaLaunchKernelEx(&config, reverse, fault, in, out)
-                : cudaLaunchKernelEx(&config, tell, fault, out);
+    emulator::seed(0);
+    if (kernel == 2) {
+      cudaLaunchKernelEx(&config, increment, int{kNone}, in, out);
+      cudaLaunchKernelEx(&config, increment, fault, out, out);
+    } else {
+      kernel == 0 ? cudaLaunchKernelEx(&config, reverse, fault, in, out)
+                  : cudaLaunchKernelEx(&config, tell, fault, out);
+    }
+    emulator::finish();
   } catch (const std::exception& error) {
     text = error.what();
   }
@@ -559,7 +591,7 @@ extern "C" const char* run(int kernel, int fault, const int* in, int* out) {
 
 @pytest.fixture(scope="session")
 def faults(build, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], str]:
-    """Runs kernel 0 or 1 of the above with a fault: "right", "wrong", or the error."""
+    """Runs kernel 0, 1 or 2 of the above with a fault: "right", "wrong", or the error."""
     source = tmp_path_factory.mktemp("faults") / "faults.cu"
     source.write_text(FAULTS)
     run = ctypes.CDLL(str(build([source, EMULATOR / "emulator.cpp"], "faults"))).run
@@ -575,7 +607,7 @@ def faults(build, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, st
             ctypes.c_void_p(given.data_ptr()),
             ctypes.c_void_p(out.data_ptr()),
         )
-        expected = given.flip(0) if kernel == 0 else torch.tensor([10, 10])
+        expected = (given.flip(0), torch.tensor([10, 10]), given + 2)[kernel]
         right = torch.equal(out[: len(expected)], expected.int())
         return error.decode() or ("right" if right else "wrong")
 
@@ -592,6 +624,8 @@ def faults(build, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, st
         (0, "deadlock", "a thread waits for what never comes"),
         (1, "none", "right"),
         (1, "no wait", "wrong"),
+        (2, "none", "right"),
+        (2, "no wait", "wrong"),
     ],
 )
 def test_faults_are_noticed(faults, kernel, fault, outcome):

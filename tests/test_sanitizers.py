@@ -100,6 +100,7 @@ def line(
 # Small enough for an instrumented build, and one that takes every loop of the schedule.
 CASES = [case for case in EDGE_CASES if case.numel <= 1 << 16 and not case.one_layout]
 CASES += [Case("streamed", (1, 64, 400, 260), 32), Case("fold", (2, 3, 60, 61), 3)]
+CASES += [Case("large_odd_rows", (1, 258, 160, 161), 2)]  # rows that cannot be streamed
 
 
 def lines() -> list[str]:

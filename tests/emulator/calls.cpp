@@ -29,6 +29,7 @@ struct Call {
   int64_t scheme, columns, splits, threads;
   int64_t code; // emulator::Code
   int64_t l2_bytes; // 0: that of the device
+  int64_t multiprocessors; // likewise, for the plan alone
   int64_t seed;
   double eps;
   const void* dY;
@@ -74,6 +75,9 @@ Device device_of(const Call& call) {
   if (call.l2_bytes > 0) {
     device.l2_bytes = call.l2_bytes;
   }
+  if (call.multiprocessors > 0) {
+    device.sm_count = static_cast<int>(call.multiprocessors);
+  }
   device.pins.scheme = static_cast<Scheme>(call.scheme);
   device.pins.columns = static_cast<int>(call.columns);
   device.pins.splits = static_cast<int>(call.splits);
@@ -112,6 +116,50 @@ class Workspace {
   std::unique_ptr<unsigned char, Free> memory_;
 };
 
+// The operands of a call, which are NaN until the kernels wait for what came
+// before them in the stream.
+class LateOperands {
+ public:
+  LateOperands(const Problem& problem, const Call& call) {
+    const auto hide = [&](const void* data, int64_t count, DType dtype) {
+      if (data != nullptr) {
+        auto* const bytes =
+            static_cast<unsigned char*>(const_cast<void*>(data));
+        saved_.push_back({bytes, {bytes, bytes + count * size_of(dtype)}});
+        std::ranges::fill_n(bytes, count * size_of(dtype), 0xff);
+      }
+    };
+    hide(call.X, problem.numel(), problem.dtype);
+    hide(call.gamma, problem.C, problem.param_dtype);
+    hide(call.beta, problem.C, problem.param_dtype);
+    hide(call.added, problem.N * problem.C, problem.dtype);
+    if (call.backward) {
+      const int64_t groups = problem.N * problem.G;
+      hide(call.dY, problem.numel(), problem.output_dtype());
+      hide(call.mean, groups, problem.statistics_dtype());
+      hide(call.rstd, groups, problem.statistics_dtype());
+    }
+    emulator::later([this] { show(); });
+  }
+  LateOperands(const LateOperands&) = delete;
+  ~LateOperands() {
+    show();
+  }
+
+ private:
+  struct Saved {
+    unsigned char* to;
+    std::vector<unsigned char> bytes;
+  };
+  void show() {
+    for (const auto& [to, bytes] : saved_) {
+      std::ranges::copy(bytes, to);
+    }
+    saved_.clear();
+  }
+  std::vector<Saved> saved_;
+};
+
 // Bytes of the samples from `n` on that kernels asked the L2 cache for; throws
 // where they asked for others, or twice.
 int64_t prefetched_bytes(const Problem& problem, const Call& call, int64_t n) {
@@ -148,6 +196,7 @@ std::string run_call(const Call& call) {
   const Problem problem = problem_of(call);
   const Plan plan = make_plan(problem, device_of(call));
   const Workspace workspace(plan.workspace_bytes);
+  const LateOperands operands(problem, call);
   cudaError_t error = cudaSuccess;
   if (call.backward) {
     error = launch_backward(
@@ -182,6 +231,7 @@ std::string run_call(const Call& call) {
   if (error != cudaSuccess) {
     return "error: cudaError_t " + std::to_string(error);
   }
+  emulator::finish();
   if (workspace.is_overrun()) {
     return "error: a store beyond the workspace";
   }

@@ -2,11 +2,13 @@
 // file; the toolkit's headers give the rest.
 //
 // A kernel's threads are fibers of one thread of the CPU. A fiber runs until it
-// waits for others; which one goes on then is drawn at random, so that a
-// barrier that is missing shows as a wrong result of some seed. What a GPU may
-// do late is done as late as it may be: copies to shared memory when they are
-// waited for, stores to another block when all that the block expects is sent.
-// Shared memory is full of NaN at first. A deadlock is an error.
+// waits for others; which one goes on then is drawn at random, those of one
+// slow block or warp after the others, so that a barrier that is missing shows
+// as a wrong result of some seed. What a GPU may do late is done as late as it
+// may be: copies to shared memory when they are waited for, stores to another
+// block when all that the block expects is sent, a kernel when the one behind
+// it, launched to overlap, can do no more without. Shared memory is full of NaN
+// at first. A deadlock is an error.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,11 +22,12 @@
 #include <cstring>
 #include <functional>
 
-// Blocks that run one after the other can share what is static.
+// Blocks that run one after the other can share what is static, in a thread of
+// the CPU for each, so that nothing is left of the block before.
 #undef __shared__
 #undef __launch_bounds__
 #undef __forceinline__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __launch_bounds__(...)
 #define __forceinline__ inline
 
@@ -49,13 +52,14 @@ void send(
     int block);
 void wait_for_bytes(uint64_t* barrier);
 void wait_for_grid();
+void wait_for_previous_kernel();
 
 // -- what CUDA does -----------------------------------------------------------
 
 void wait_for_block();
 uint64_t shuffle(uint64_t word, int from);
 
-// Runs a grid to its end.
+// Takes a grid into the stream; finish() runs what is left there.
 cudaError_t launch(
     const cudaLaunchConfig_t& config,
     const std::function<void()>& kernel);

@@ -4,10 +4,13 @@
 #include <ucontext.h>
 
 #include <deque>
+#include <exception>
 #include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "emulator.h"
@@ -89,6 +92,19 @@ const std::function<void()>* kernel;
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<Fiber*> ready;
 Meeting grid;
+// What is in the stream before the kernel that runs, and the threads that wait
+// for it.
+std::vector<std::function<void()>> stream;
+std::vector<Fiber*> held;
+// Threads of a block, or of one warp of it, that run when so many draws find no
+// others; a block of null: all take turns.
+struct Slow {
+  const Block* block = nullptr;
+  const Warp* warp = nullptr; // null: all of them
+  bool has(const Fiber& fiber) const;
+};
+Slow slow;
+constexpr int kDraws = 16;
 Fiber* current;
 jmp_buf scheduler;
 std::string failure; // of a fiber
@@ -131,8 +147,16 @@ void leave(Meeting& meeting) {
   release_if_complete(meeting);
 }
 
+Warp& warp_of(const Fiber& fiber) {
+  return fiber.block->warps[fiber.thread.x / kWarpSize];
+}
+
 Warp& own_warp() {
-  return current->block->warps[current->thread.x / kWarpSize];
+  return warp_of(*current);
+}
+
+bool Slow::has(const Fiber& fiber) const {
+  return fiber.block == block && (warp == nullptr || &warp_of(fiber) == warp);
 }
 
 void make(std::vector<Copy>& copies) {
@@ -167,10 +191,38 @@ void start_thread(Block& block, unsigned x) {
   fibers.push_back(std::move(fiber));
 }
 
+// Runs what is in the stream before the kernel that runs, which goes on then.
+void run_previous() {
+  const auto* const own_kernel = kernel;
+  const dim3 own_grid = gridDim;
+  const dim3 own_block = blockDim;
+  auto own_fibers = std::exchange(fibers, {});
+  auto own_meeting = std::exchange(grid, {});
+  auto waiting = std::exchange(held, {});
+  const Slow own_slow = slow;
+  finish();
+  slow = own_slow;
+  kernel = own_kernel;
+  gridDim = own_grid;
+  blockDim = own_block;
+  fibers = std::move(own_fibers);
+  grid = std::move(own_meeting);
+  release(waiting);
+}
+
 void run_threads() {
   failure.clear();
-  while (!ready.empty()) {
-    std::swap(ready[generator() % ready.size()], ready.back());
+  while (!ready.empty() || !held.empty()) {
+    if (ready.empty()) {
+      run_previous();
+    }
+    const auto draw = [] {
+      std::swap(ready[generator() % ready.size()], ready.back());
+      return slow.has(*ready.back());
+    };
+    for (int draws = 1; draw() && draws < kDraws;) {
+      ++draws;
+    }
     current = ready.back();
     ready.pop_back();
     threadIdx = current->thread;
@@ -221,6 +273,13 @@ void run_clusters(
     }
     running.push_back(std::move(cluster));
   }
+  // Of several blocks or warps, one is slow in half of the launches.
+  slow = {};
+  if (fibers.size() > kWarpSize && generator() % 2) {
+    const Fiber& one = *fibers[generator() % fibers.size()];
+    const bool is_block = fibers.size() > threads && generator() % 2;
+    slow = {one.block, is_block ? nullptr : &warp_of(one)};
+  }
   grid.count = static_cast<int>(fibers.size());
   grid.waiting.clear();
   run_threads();
@@ -236,10 +295,42 @@ void run_clusters(
   }
 }
 
+// Likewise, in a thread of the CPU of their own.
+void run_clusters_apart(
+    const std::vector<unsigned>& clusters,
+    unsigned blocks_of_cluster,
+    size_t shared_bytes) {
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      run_clusters(clusters, blocks_of_cluster, shared_bytes);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
 } // namespace
 
 void seed(uint64_t value) {
   generator.seed(value);
+  stream.clear(); // of a call that failed
+  held.clear();
+}
+
+void later(std::function<void()> work) {
+  stream.push_back(std::move(work));
+}
+
+void finish() {
+  while (!stream.empty()) {
+    const std::function<void()> last = std::move(stream.back());
+    stream.pop_back();
+    last(); // which runs those before it
+  }
 }
 
 void use(Code code) {
@@ -274,21 +365,29 @@ cudaError_t launch(
       config.dynamicSmemBytes > kMostSharedBytes) {
     return cudaErrorInvalidConfiguration;
   }
-  kernel = &of_thread;
-  gridDim = config.gridDim;
-  blockDim = config.blockDim;
-  std::vector<unsigned> clusters(config.gridDim.x / of_cluster);
-  for (unsigned i = 0; i < clusters.size(); ++i) {
-    clusters[i] = i;
-  }
-  std::shuffle(clusters.begin(), clusters.end(), generator);
-  if (cooperative) {
-    run_clusters(clusters, of_cluster, config.dynamicSmemBytes);
-  } else {
-    for (const unsigned cluster : clusters) {
-      run_clusters({cluster}, of_cluster, config.dynamicSmemBytes);
+  later([=,
+         blocks = config.gridDim,
+         threads = config.blockDim,
+         shared_bytes = config.dynamicSmemBytes] {
+    if (!programmatic) {
+      finish(); // what is before it
     }
-  }
+    kernel = &of_thread;
+    gridDim = blocks;
+    blockDim = threads;
+    std::vector<unsigned> clusters(blocks.x / of_cluster);
+    for (unsigned i = 0; i < clusters.size(); ++i) {
+      clusters[i] = i;
+    }
+    std::shuffle(clusters.begin(), clusters.end(), generator);
+    if (cooperative) {
+      run_clusters_apart(clusters, of_cluster, shared_bytes);
+    } else {
+      for (const unsigned cluster : clusters) {
+        run_clusters_apart({cluster}, of_cluster, shared_bytes);
+      }
+    }
+  });
   return cudaSuccess;
 }
 
@@ -339,6 +438,13 @@ void wait_for_block() {
 
 void wait_for_grid() {
   meet(grid);
+}
+
+void wait_for_previous_kernel() {
+  if (!stream.empty()) {
+    held.push_back(current);
+    yield();
+  }
 }
 
 uint64_t shuffle(uint64_t word, int from) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace emulator {
@@ -15,6 +16,12 @@ void seed(uint64_t value);
 // eight blocks.
 enum class Code { k90, k80, kSmallClusters };
 void use(Code code);
+
+// Work of the host's that the next kernel has to wait for, as for a kernel.
+void later(std::function<void()> work);
+
+// Runs all that has been launched.
+void finish();
 
 // What kernels have asked the L2 cache for since clear_prefetched().
 struct Range {
