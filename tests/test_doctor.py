@@ -345,7 +345,8 @@ def test_another_package_beside_ours(key, tmp_path):
     )
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,  # not a tree without the extension
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         capture_output=True,
         text=True,
         timeout=300,
