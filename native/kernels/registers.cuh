@@ -351,8 +351,14 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
     if (i * tiling.rows < at.pixels) {
       const Vector<T, kVector> of_dY[1] = {unpack<T, kVector>(dy[i])};
       const Vector<T, kVector> of_X[1] = {unpack<T, kVector>(x[i])};
-      differentiation.with(
-          [&](auto dZ_of) { gradients.add(of_dY, of_X, mean, dZ_of); });
+      differentiation.with([&](auto dZ_of) {
+        Acc dZ[kVector];
+        gradients.add(of_dY, of_X, mean, leaving_in(dZ, dZ_of));
+        if constexpr (kFused) { // dZ takes dY's place
+          const Vector<T, kVector> rounded = narrow_all<T, kVector>(dZ);
+          memcpy(&dy[i], &rounded, sizeof(rounded));
+        }
+      });
     }
   }
   Pair<Acc> of_thread[kVector];
@@ -375,12 +381,12 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
       if (i * tiling.rows < at.pixels) {
-        Vector<T, kVector> dx;
-        differentiation.with([&](auto dZ_of) {
-          dx = gradient(
-              unpack<T, kVector>(dy[i]), unpack<T, kVector>(x[i]), dZ_of);
+        NoDifferentiation().with([&](auto dZ_of) {
+          store(
+              dX + offset + i * step,
+              gradient(
+                  unpack<T, kVector>(dy[i]), unpack<T, kVector>(x[i]), dZ_of));
         });
-        store(dX + offset + i * step, dx);
       }
     }
   }

@@ -555,9 +555,14 @@ __global__ void __launch_bounds__(
   rstds.fetch(at.n * shape.G + item.first_group);
 
   constexpr int kPixels = kRingPixels<Direction::kBackward>;
-  // Pixels in registers at once.
-  constexpr int kAtOnce =
-      kFused && (!kWholeChip || sizeof(T) == 8) ? 1 : kPixels;
+  // Where every pixel stays in place, dZ takes dY's place in the slab: rounded
+  // to dY's type, as PyTorch's gradient of an activation is. Else dX needs the
+  // derivative again.
+  constexpr bool kKeepsDZ = kFused && !kWholeChip;
+  constexpr bool kFusedAgain = kFused && kWholeChip;
+  // Pixels in registers at once, of both.
+  constexpr int kAtOnce = kKeepsDZ || (kFused && sizeof(T) == 8) ? 1 : kPixels;
+  constexpr int kAgainAtOnce = kKeepsDZ ? kPixels : kAtOnce;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
   const int step = tiling.rows.divisor() * shape.C;
@@ -616,8 +621,10 @@ __global__ void __launch_bounds__(
       __syncthreads();
     }
     // The maps stay in shared memory: there are no registers left for them.
-    const auto differentiation = differentiation_of<kFused, TY>(
-        activation, [&](int j) { return own_maps[j]; });
+    const auto map_of = [&](int j) { return own_maps[j]; };
+    const auto differentiation =
+        differentiation_of<kFused, TY>(activation, map_of);
+    const auto again = differentiation_of<kFusedAgain, TY>(activation, map_of);
 
     Pair<Acc> of_thread[kVector] = {};
     if (at.active && exists) {
@@ -632,8 +639,13 @@ __global__ void __launch_bounds__(
               Vector<T, kVector> x[decltype(at_once)::value];
               slab_dY.read(place + i, dy);
               slab_X.read(place + i, x);
-              differentiation.with(
-                  [&](auto dZ_of) { gradients.add(dy, x, mean, dZ_of); });
+              differentiation.with([&](auto dZ_of) {
+                Acc dZ[kVector];
+                gradients.add(dy, x, mean, leaving_in(dZ, dZ_of));
+                if constexpr (kKeepsDZ) {
+                  *slab_dY.at(place + i) = narrow_all<TY, kVector>(dZ);
+                }
+              });
             });
       });
       gradients.finish(rstd, of_thread);
@@ -734,7 +746,8 @@ __global__ void __launch_bounds__(
             if (dX == nullptr) {
               return;
             }
-            for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
+            for_each_run_of_pixels<
+                kSmaller<decltype(pixels)::value, kAgainAtOnce>>(
                 decltype(pixels)::value, [&](int i, auto at_once) {
                   Vector<TY, kVector> dy[decltype(at_once)::value];
                   Vector<T, kVector> x[decltype(at_once)::value];
@@ -744,7 +757,7 @@ __global__ void __launch_bounds__(
 #pragma unroll
                   for (int k = 0; k < decltype(at_once)::value; ++k) {
                     Vector<T, kVector> dx;
-                    differentiation.with(
+                    again.with(
                         [&](auto dZ_of) { dx = gradient(dy[k], x[k], dZ_of); });
                     store(out, dx);
                     out += step;

@@ -123,7 +123,7 @@ constexpr double kParameterGradients = 1790;
 // An activation, by the elements of a multiprocessor. Where clusters keep them
 // there are enough blocks to hide most of it, if they are of enough threads.
 constexpr ByDirection kActivation{0.03, 0.0592};
-constexpr ByDirection kResidentActivation{0.01, 0.0531};
+constexpr ByDirection kResidentActivation{0.01, 0.022};
 constexpr double kLostActivationThreads = 400;
 
 // The cooperative scheme: a call, a wave, and what a block reads of a group in
