@@ -346,23 +346,28 @@ def test_difference_finds_nan_and_shape():
 # tools/bench.py --activation.
 
 FORWARDS = (bench.reference.FORWARD, bench.reference.FUSED[0])
+BACKWARDS = (bench.reference.ATEN[1], bench.reference.FUSED[1])
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
 def test_fused_and_alone_take_turns(activation, monkeypatch):
-    times = iter([10.0, 10.2] * (bench.TURNS - 1) + [30.0, 40.0])
+    turns = [10.0, 15.0, 10.2] * (bench.TURNS - 1) + [30.0, 40.0, 50.0]
+    times = iter([*turns, *(2 * time for time in turns)])
     counts = []
 
     def microseconds(step, milliseconds):
         torch.ops.gn_override.reset_counters()
         step()
-        counts.append([bench.reference.calls(op, "cpu")[0] for op in FORWARDS])
+        counts.append([bench.reference.calls(op, "cpu")[0] for op in (*FORWARDS, *BACKWARDS)])
         return next(times)
 
     monkeypatch.setattr(timing, "microseconds", microseconds)
     row = bench.measure_fused(SMALL, activation, 1, device="cpu")
-    assert row["checked"] and (row["alone"], row["fused"], row["ratio"]) == (10.0, 10.2, 1.02)
-    assert counts == [[1, 0], [0, 1]] * bench.TURNS
+    assert row["checked"]
+    assert row["fwd"] == {"alone": 10.0, "followed": 15.0, "fused": 10.2}
+    assert row["fwd_bwd"] == {"alone": 20.0, "followed": 30.0, "fused": 20.4}
+    forward = [[1, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]] * bench.TURNS
+    assert counts == [*forward, *([a, b, a, b] for a, b, *_ in forward)]
     assert row["shape"] == [2, 8, 3, 5] and row["MB"] == 0.0
 
 
@@ -381,6 +386,27 @@ def test_a_wrong_fused_result_is_said(most_exact, monkeypatch, fake_timing):
     assert "wrong" not in bench.measure_fused(SMALL, "relu", 1, device="cpu")
 
 
+def test_a_wrong_fused_gradient_is_said(monkeypatch, fake_timing):
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_, Y):
+            return Y.clone()
+
+        @staticmethod
+        def backward(_, dY):
+            return 2 * dY
+
+    group_norm = bench.gn_override.functional.group_norm
+
+    def wrong_backward(*arguments, activation):
+        Y = group_norm(*arguments, activation=activation)
+        return Doubled.apply(Y) if activation == "silu" else Y
+
+    monkeypatch.setattr(bench.gn_override.functional, "group_norm", wrong_backward)
+    row = bench.measure_fused(SMALL, "silu", 1, device="cpu")
+    assert "checked" not in row and row["wrong"].startswith("dX: relative l2 error 1.00e+00")
+
+
 def test_a_fused_time_of_other_kernels_is_said(monkeypatch, fake_timing):
     def in_two_steps(X, G, gamma, beta, activation):
         Y = F.group_norm(X, G, gamma, beta)
@@ -393,20 +419,33 @@ def test_a_fused_time_of_other_kernels_is_said(monkeypatch, fake_timing):
 
 def test_fused_rows_are_printed(tmp_path, capsys):
     row = {"name": "one", "shape": [2, 8, 3, 5], "dtype": "bfloat16", "checked": True}
+
+    def times(forward, both):
+        return {
+            "fwd": {"alone": 10.0, "followed": 15.0, "fused": forward},
+            "fwd_bwd": {"alone": 20.0, "followed": 40.0, "fused": both},
+        }
+
     rows = [
-        row | {"alone": 10.0, "fused": 10.2, "ratio": 1.02},
-        row | {"name": "two", "alone": 10.0, "fused": 10.31, "ratio": 1.031},
-        row | {"name": "bad", "alone": 10.0, "fused": 9.9, "ratio": 0.99, "wrong": "silu: error"},
+        row | times(10.2, 21.0),
+        row | {"name": "two"} | times(10.31, 23.0),
+        row | {"name": "bad", "wrong": "silu: error"} | times(9.9, 20.0),
     ]
     path = results.write("fused-x", HEAD | {"activation": "silu", "rows": rows}, tmp_path)
     assert bench.main(["--from", str(path)]) == 1
     printed = capsys.readouterr().out
     text = "<!-- results: fused-x -->\n<!-- end results -->"
     for shown in (printed, render_readme.render(text, tmp_path)):
-        assert "norm alone, us | with silu, us | ratio |" in shown
-        assert "| one 2x8x3x5 | bfloat16 | 10 | 10.2 | 1.020x |" in shown
-        assert "0.990x (wrong) |" in shown
-        assert "Median 1.020x, largest 1.031x; above 1.03x: two bfloat16." in shown
+        assert (
+            "| forward alone, us | forward then silu | forward fused | forward fused / alone |"
+            in shown
+        )
+        assert (
+            "| one 2x8x3x5 | bfloat16 | 10 | 15 | 10.2 | 1.020x | 20 | 40 | 21 | 1.050x |" in shown
+        )
+        assert "| bad 2x8x3x5 (wrong) | bfloat16 |" in shown
+        assert "Forward: median 1.020x, largest 1.031x; above 1.03x: two bfloat16. " in shown
+        assert "Forward and backward: median 1.050x, largest 1.150x." in shown
 
 
 # tools/neighbours.py.

@@ -2,7 +2,7 @@
 
     python tools/bench.py                       # every row of tests/shapes.py's KERNEL_CASES
     python tools/bench.py --only vae,rn2 --providers gn_override,stock_channels_last
-    python tools/bench.py --activation silu     # ours alone, and fused with an activation
+    python tools/bench.py --activation silu     # ours alone, and with an activation
     python tools/bench.py --from benchmarks/results/kernels-h200.json --plot kernels.svg   # no GPU
 
 Forward, and forward plus the backward to X, gamma and beta, timed as tools/timing.py says: CUDA
@@ -18,14 +18,14 @@ roughly against stock. In a row of the results file
     failed    {provider: {direction: why}} of the others that raised an error: no time, a dash
 Rows where another one is faster are listed at the end.
 
-With --activation a row has two times of our forward: the norm alone, and the norm fused with that
-activation. They are taken in turns, and their ratio is what the activation costs. Both are checked
-against fp64.
+With --activation a row has the times of our norm alone, of the same and PyTorch's activation behind
+it, and of the norm fused with that, taken in turns. The first and the last are checked.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import statistics
 import sys
@@ -57,7 +57,7 @@ from gn_override import _activations, _bench, _picture
 # More elements are checked roughly: the fp64 reference takes some 80 bytes for each.
 MOST_EXACT = 1 << 29
 
-# With --activation: turns of the norm alone and the fused one.
+# With --activation: turns of each of fused_norms().
 TURNS = 5
 
 
@@ -173,15 +173,27 @@ def measure(
     return row
 
 
-def check_fused(case: Case, inputs: reference.Inputs, activation: str, forward: timing.Step) -> str:
-    """What is wrong with our forward with an activation ("identity": the norm alone), or ""."""
+def check_fused(
+    case: Case, inputs: reference.Inputs, activation: str, steps: Mapping[str, timing.Step]
+) -> str:
+    """What is wrong with our steps with an activation ("identity": the norm alone), or "".
+
+    Gradients are checked roughly: tests/test_activation.py has the bound.
+    """
     none = (False, False, False)
+    Z = reference.stock(inputs, none).Y.detach().requires_grad_()
     activate = partial(_activations.stock, activation=activation)
-    theirs = activate(reference.stock(inputs, none).Y)
+    Y_of_Z = activate(Z)
+    (dZ,) = torch.autograd.grad(Y_of_Z, Z, inputs.dY)
+    theirs = Y_of_Z.detach()
+    gradients = reference.stock(dataclasses.replace(inputs, dY=dZ))
     ops = reference.ATEN if activation == "identity" else reference.FUSED
+    device = inputs.X.device.type
     try:
-        with reference.expect_calls(inputs.X.device.type, True, None, ops):
-            (Y,) = forward()
+        with reference.expect_calls(device, True, None, ops):
+            (Y,) = steps["fwd"]()
+        with reference.expect_calls(device, True, True, ops):
+            found = steps["fwd_bwd"]()
         if case.numel <= MOST_EXACT:
             exact = reference.exact(inputs, none, activation)
             orders = partial(reference.stock_in_other_orders, inputs, none)
@@ -193,36 +205,49 @@ def check_fused(case: Case, inputs: reference.Inputs, activation: str, forward: 
                 exact.scale["Y"],
                 lambda: (activate(other.Y) for other in orders()),
             )
-            return ""
     except AssertionError as error:
         return str(error)
-    return _bench.difference("fwd", (Y,), (theirs,))
+    return _bench.difference("fwd", (Y,), (theirs,)) or timing.difference(
+        "fwd_bwd", found, gradients
+    )
+
+
+def fused_norms(activation: str) -> dict[str, timing.Norm]:
+    """What a fused activation is compared with: our norm alone, PyTorch's activation behind it."""
+
+    def alone(*operands: Any, activation: str = "identity") -> Tensor:
+        return gn_override.functional.group_norm(*operands, activation=activation)
+
+    def followed(*operands: Any) -> Tensor:
+        return _activations.stock(alone(*operands), activation)
+
+    return {"alone": alone, "followed": followed, "fused": partial(alone, activation=activation)}
 
 
 def measure_fused(
     case: Case, activation: str, milliseconds: int, checked: bool = True, device: str = "cuda"
 ) -> dict[str, Any]:
-    """One row: microseconds of our norm alone and of the fused one, and their ratio."""
+    """One row: microseconds of each of fused_norms(), forward and forward + backward."""
     inputs = reference.make_inputs(case, device, getattr(torch, case.dtype))
     row = head(case)
-    forwards = {}
-    for name in ("identity", activation):
-        norm = partial(gn_override.functional.group_norm, activation=name)
-        forwards[name] = timing.steps(norm, inputs, "channels_last")["fwd"]
-    samples: dict[str, list[float]] = {name: [] for name in forwards}
+    steps = {
+        name: timing.steps(norm, inputs, "channels_last")
+        for name, norm in fused_norms(activation).items()
+    }
     with gn_override.enabled():
         if checked:
-            wrong = [check_fused(case, inputs, *forward) for forward in forwards.items()]
+            wrong = [
+                check_fused(case, inputs, of, steps[name])
+                for name, of in (("alone", "identity"), ("fused", activation))
+            ]
             row |= {"wrong": "; ".join(filter(None, wrong))} if any(wrong) else {"checked": True}
-        for _ in range(TURNS):
-            for name, forward in forwards.items():
-                samples[name].append(timing.microseconds(forward, milliseconds))
-    alone, fused = (statistics.median(samples[name]) for name in forwards)
-    return row | {
-        "alone": round(alone, 2),
-        "fused": round(fused, 2),
-        "ratio": round(fused / alone, 3),
-    }
+        for what in _bench.RESULTS:
+            samples: dict[str, list[float]] = {name: [] for name in steps}
+            for _ in range(TURNS):
+                for name, of_norm in steps.items():
+                    samples[name].append(timing.microseconds(of_norm[what], milliseconds))
+            row[what] = {name: round(statistics.median(of), 2) for name, of in samples.items()}
+    return row
 
 
 def run(
@@ -280,7 +305,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--activation",
         choices=reference.ACTIVATIONS[1:],
-        help="time our forward alone and fused with this, and nothing else",
+        help="time our norm alone, followed by this and fused with it, and nothing else",
     )
     pytorch_kernels.add_argument(parser)
     parser.add_argument("--milliseconds", type=int, default=60, help="of measuring a figure")

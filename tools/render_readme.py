@@ -177,24 +177,33 @@ _FUSED_LIMIT = 1.03
 
 
 def fused(content: dict[str, Any]) -> str:
-    """Rows of tools/bench.py --activation: our norm alone, and fused with the activation."""
+    """Rows of tools/bench.py --activation: our norm alone, and with the activation in two ways."""
     rows = content["rows"]
-    lines = [
-        [
-            f"{row['name']} {_shape(row)}",
+    steps = {"fwd": "forward", "fwd_bwd": "fwd+bwd"}
+    ratios = {step: [row[step]["fused"] / row[step]["alone"] for row in rows] for step in steps}
+    lines = []
+    for i, row in enumerate(rows):
+        line = [
+            f"{row['name']} {_shape(row)}" + (" (wrong)" if "wrong" in row else ""),
             row["dtype"],
-            number(row["alone"]),
-            number(row["fused"]),
-            f"{row['ratio']:.3f}x" + (" (wrong)" if "wrong" in row else ""),
         ]
-        for row in rows
+        for step in steps:
+            line += [number(row[step][name]) for name in ("alone", "followed", "fused")]
+            line.append(f"{ratios[step][i]:.3f}x")
+        lines.append(line)
+    columns = ("alone, us", f"then {content['activation']}", "fused", "fused / alone")
+    header = [f"{step} {column}" for step in steps.values() for column in columns]
+    above = [
+        f"{row['name']} {row['dtype']}"
+        for row, ratio in zip(rows, ratios["fwd"], strict=True)
+        if ratio > _FUSED_LIMIT
     ]
-    header = ["case, forward", "dtype", "norm alone, us", f"with {content['activation']}, us"]
-    ratios = [row["ratio"] for row in rows]
-    above = [f"{row['name']} {row['dtype']}" for row in rows if row["ratio"] > _FUSED_LIMIT]
-    return table([*header, "ratio"], lines) + (
-        f"\nMedian {statistics.median(ratios):.3f}x, largest {max(ratios):.3f}x; "
-        f"above {_FUSED_LIMIT}x: {', '.join(above) or 'none'}.\n"
+    forward, both = (
+        f"{statistics.median(of):.3f}x, largest {max(of):.3f}x" for of in ratios.values()
+    )
+    return table(["case", "dtype", *header], lines) + (
+        f"\nForward: median {forward}; above {_FUSED_LIMIT}x: {', '.join(above) or 'none'}. "
+        f"Forward and backward: median {both}.\n"
     )
 
 
