@@ -147,7 +147,7 @@ inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
     {kBackward, kRelu, 64, 256, 196, 32, {kResident, 16, 2, 192}, 0.96},
     {kBackward, kRelu, 64, 2048, 49, 32, {kResident, 16, 1, 128}, 0.92},
     {kBackward, kRelu, 128, 2048, 49, 32, {kResident, 16, 1, 128}, 0.95},
-    {kBackward, kSilu, 16, 2048, 49, 32, {kResident, 32, 2, 448}, 0.97},
+    {kBackward, kSilu, 16, 2048, 49, 32, {kResident, 32, 1, 480}, 0.97},
     {kBackward, kSilu, 64, 64, 12544, 32, {kCooperative, 8, 64, 512}, 0.89},
     {kBackward, kSilu, 64, 1024, 196, 32, {kResident, 8, 1, 320}, 0.96},
     {kBackward, kSilu, 64, 2048, 49, 32, {kResident, 32, 1, 320}, 0.94},
