@@ -6,6 +6,7 @@ On the CPU by gloo; on two GPUs by NCCL, also under FSDP2 and with DTensor.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from reference import BACKWARD, FORWARD, calls, override_off
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from bench_ddp import finish
 
 import gn_override  # noqa: F401  (loads the extension and switches on)
 
@@ -97,17 +101,6 @@ def start(rank: int, where: str, rendezvous: str) -> torch.device:
     return device
 
 
-def finish() -> None:
-    """Ends the process, and not as the interpreter does.
-
-    Gloo's threads may still have tensors of Python then, and letting go of them aborts the process
-    at times: https://github.com/pytorch/pytorch/issues/65231.
-    """
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
-
-
 def train_rank(rank: int, where: str, wrapper: str, folder: str) -> None:
     """One process: its half of the batch. Writes losses and, of all ranks, the parameters."""
     device = start(rank, where, f"{folder}/rendezvous")
@@ -123,7 +116,7 @@ def train_rank(rank: int, where: str, wrapper: str, folder: str) -> None:
 def spawn(worker: Callable[..., None], *arguments: object) -> None:
     # The children find tests/ and the package where this process found them.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *os.sys.path]))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
         mp.spawn(worker, arguments, nprocs=RANKS)
 
 

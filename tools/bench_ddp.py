@@ -20,6 +20,7 @@ is more than the transfer where processes wait for each other.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -176,8 +177,19 @@ def work(rank: int, rendezvous: str, options: argparse.Namespace) -> None:
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     if rank == 0:
         torch.save(rows, f"{rendezvous}.rows")
+    finish()
+
+
+def finish() -> None:
+    """Ends the process, and not as the interpreter does.
+
+    Gloo's threads outlive the group of DistributedDataParallel and may still have tensors of
+    Python; letting go of them then aborts the process at times:
+    https://github.com/pytorch/pytorch/issues/65231.
+    """
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)
 
 
 def slowest(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
