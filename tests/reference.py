@@ -40,12 +40,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mpmath
 import numpy as np
 import torch
+import torch.nn.functional as F
 from shapes import Case
 from torch import Tensor
 
@@ -316,6 +317,30 @@ def _stock_in_order(inputs: Inputs, mask: Mask, seed: int) -> Results:
     results = stock(Inputs(shuffled(i.X), gamma, beta, shuffled(i.dY), i.groups, i.eps), mask)
     for name in ("Y", "dX", "dgamma", "dbeta"):
         setattr(results, name, in_place(getattr(results, name)))
+    return results
+
+
+TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z * 1,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+
+
+def torchs(activation: str, Z: Tensor, dY: Tensor) -> tuple[Tensor, Tensor]:
+    """PyTorch's own activation of Z, and dZ."""
+    Z = Z.detach().requires_grad_()
+    Y = TORCHS[activation](Z)
+    return Y.detach(), torch.autograd.grad(Y, Z, dY)[0]
+
+
+def stock_act(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
+    """Stock's norm, then PyTorch's activation."""
+    Y, dZ = torchs(activation, stock(inputs, (False, False, False)).Y, inputs.dY)
+    results = stock(replace(inputs, dY=dZ), mask)
+    results.Y = Y
     return results
 
 

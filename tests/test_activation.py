@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from reference import (
     LAYOUTS,
     MASKS,
     RESULTS,
+    TORCHS,
     Inputs,
     Mask,
     Results,
@@ -37,6 +38,8 @@ from reference import (
     make_inputs,
     override_off,
     stock,
+    stock_act,
+    torchs,
     ulp,
 )
 from shapes import EDGE_CASES, EMPTY_CASES, KERNEL_CASES, Case, cpu_subset
@@ -75,33 +78,15 @@ few_cases = pytest.mark.parametrize("case", FEW, **by_id)
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-TORCHS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda z: z * 1,
-    "relu": F.relu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-}
 
-
-def torchs(activation: str, Z: Tensor, dY: Tensor) -> tuple[Tensor, Tensor]:
-    """PyTorch's own activation of Z, and dZ."""
-    Z = Z.detach().requires_grad_()
-    Y = TORCHS[activation](Z)
-    return Y.detach(), torch.autograd.grad(Y, Z, dY)[0]
-
-
-def stock_act(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
-    """Stock's norm, then PyTorch's activation; mean and rstd of the accumulators' type."""
+def stock_wide(inputs: Inputs, activation: str, mask: Mask = ALL) -> Results:
+    """stock_act(), with mean and rstd of the accumulators' type."""
     i = inputs
-    with override_off():
-        Z = stock(inputs).Y
-        Y, dZ = torchs(activation, Z, i.dY)
-        results = stock(dataclasses.replace(inputs, dY=dZ), mask)
-        wide = torch.promote_types(i.X.dtype, torch.float32)
-        params = [t if t is None else t.to(wide) for t in (i.gamma, i.beta)]
-        of_wide = stock(Inputs(i.X.to(wide), *params, i.dY.to(wide), i.groups, i.eps))
-    results.Y, results.mean, results.rstd = Y, of_wide.mean, of_wide.rstd
+    results = stock_act(inputs, activation, mask)
+    wide = torch.promote_types(i.X.dtype, torch.float32)
+    params = [t if t is None else t.to(wide) for t in (i.gamma, i.beta)]
+    of_wide = stock(Inputs(i.X.to(wide), *params, i.dY.to(wide), i.groups, i.eps))
+    results.mean, results.rstd = of_wide.mean, of_wide.rstd
     return results
 
 
@@ -153,7 +138,7 @@ def is_taken(inputs: Inputs) -> bool:
 
 
 def assert_parity(ours: Results, inputs: Inputs, activation: str, mask: Mask = ALL) -> None:
-    theirs = stock_act(inputs, activation, mask)
+    theirs = stock_wide(inputs, activation, mask)
     reference = exact(inputs, mask, activation)
     for name in RESULTS:
         actual, aten = getattr(ours, name), getattr(theirs, name)
@@ -186,7 +171,7 @@ def assert_parity_of_sum(ours: Results, inputs: Inputs, added: Tensor, activatio
     )
     reference = exact(exact_sum, (False, False, False), activation)
     rounded = dataclasses.replace(inputs, X=inputs.X + of_pixels)
-    theirs = stock_act(rounded, activation, (False, False, False))
+    theirs = stock_wide(rounded, activation, (False, False, False))
     for name in ("Y", "mean", "rstd"):
         actual, aten, values = (getattr(of, name) for of in (ours, theirs, reference))
         if actual is not None:

@@ -381,12 +381,12 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
       if (i * tiling.rows < at.pixels) {
-        NoDifferentiation().with([&](auto dZ_of) {
-          store(
-              dX + offset + i * step,
-              gradient(
-                  unpack<T, kVector>(dy[i]), unpack<T, kVector>(x[i]), dZ_of));
-        });
+        store(
+            dX + offset + i * step,
+            gradient(
+                unpack<T, kVector>(dy[i]),
+                unpack<T, kVector>(x[i]),
+                NoDifferentiation()));
       }
     }
   }
