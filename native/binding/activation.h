@@ -18,6 +18,8 @@
 // the call. Checks are cheaper here.
 #pragma once
 
+#include <torch/library.h>
+
 #include <array>
 #include <string_view>
 #include <utility>
@@ -180,6 +182,16 @@ Result activated_backward(
   }
   return composite_backward(
       dY, X, mean, rstd, gamma, beta, group, activation, output_mask);
+}
+
+// The three operators of a device's key.
+template <typename Backend>
+void implement_activated(torch::Library& library) {
+  library.impl("group_norm_act", TORCH_FN(activated_forward<Backend>));
+  library.impl(
+      "group_norm_act_inference", TORCH_FN(activated_inference<Backend>));
+  library.impl(
+      "group_norm_act_backward", TORCH_FN(activated_backward<Backend>));
 }
 
 } // namespace gn_override::binding

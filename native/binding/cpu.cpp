@@ -87,36 +87,8 @@ struct CPUBackend {
   }
 };
 
-Result group_norm_act_cpu(
-    const at::Tensor& X,
-    int64_t group,
-    const OptionalTensor& gamma,
-    const OptionalTensor& beta,
-    double eps,
-    std::string_view activation,
-    std::optional<at::ScalarType> out_dtype) {
-  return activated_forward<CPUBackend>(
-      X, group, gamma, beta, eps, activation, out_dtype);
-}
-
-Result group_norm_act_backward_cpu(
-    const at::Tensor& dY,
-    const at::Tensor& X,
-    const at::Tensor& mean,
-    const at::Tensor& rstd,
-    const OptionalTensor& gamma,
-    const OptionalTensor& beta,
-    int64_t group,
-    std::string_view activation,
-    std::array<bool, 3> output_mask) {
-  return activated_backward<CPUBackend>(
-      dY, X, mean, rstd, gamma, beta, group, activation, output_mask);
-}
-
 TORCH_LIBRARY_IMPL(gn_override, CPU, m) {
-  m.impl("group_norm_act", TORCH_FN(group_norm_act_cpu));
-  m.impl("group_norm_act_inference", TORCH_FN(activated_inference<CPUBackend>));
-  m.impl("group_norm_act_backward", TORCH_FN(group_norm_act_backward_cpu));
+  implement_activated<CPUBackend>(m);
 }
 
 } // namespace
