@@ -23,6 +23,7 @@ import gn_override
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # after what is installed
 
+OLDEST = "80"
 NEWER = ("100", "120")
 # Of native/launch: where ptxas went wrong, and one of each kind.
 UNITS = ("resident_half", "resident_float", "two_pass_half", "two_pass_float", "registers_half")
@@ -52,7 +53,7 @@ def compiled(arch: str, folder: Path) -> list[Path]:
     def compile_one(unit: str) -> Path:
         target = folder / f"{unit}.cubin"
         source = ROOT / "native" / "launch" / f"{unit}.cu"
-        subprocess.run([*command, str(source), "-o", str(target)], check=True)
+        subprocess.run([*command, str(source), "-o", str(target)], check=True, timeout=900)
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -111,3 +112,7 @@ def test_nothing_is_read_ahead_of_the_wait(assembly: str) -> None:
             waiting += bool(wait)
     if not waiting:
         pytest.skip("no such kernels below compute capability 9.0")
+
+
+def test_the_oldest_architecture_has_kernels(tmp_path: Path) -> None:
+    assert all(binary.stat().st_size for binary in compiled(OLDEST, tmp_path))
