@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_python
 from reference import (
     ATEN,
     BACKWARD,
@@ -137,19 +136,6 @@ def taken(device: str) -> tuple[int, int]:
     return forward, backward
 
 
-def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that finds what this one finds; it must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "default", "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
-        cwd=Path(__file__).parent,  # not the root, where Python would find the sources
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 # --- the dispatcher's tables ------------------------------------------------------------------
 
 
@@ -181,20 +167,21 @@ def test_build_has_the_conditions_of_this_torch() -> None:
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
-def test_nothing_is_printed(switch: str) -> None:
+def test_nothing_is_printed(switch: str, tmp_path: Path) -> None:
     """Neither by the import nor, through the C++ warning handler, by the registration."""
-    done = run_python(
+    code = (
         "import gn_override, torch\n"
         "x = torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last)\n"
-        "torch.nn.functional.group_norm(x, 2)\n",
-        GN_OVERRIDE=switch,
+        "torch.nn.functional.group_norm(x, 2)\n"
     )
+    done = run_python("-W", "default", "-c", code, cwd=tmp_path, GN_OVERRIDE=switch)
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_warnings_come_through_after_the_import() -> None:
+def test_warnings_come_through_after_the_import(tmp_path: Path) -> None:
     """The registration's silence ends with it."""
-    done = run_python("import gn_override, torch; torch._C._warn()")
+    code = "import gn_override, torch; torch._C._warn()"
+    done = run_python("-W", "default", "-c", code, cwd=tmp_path)
     assert "UserWarning" in done.stderr
 
 
@@ -239,19 +226,21 @@ print(json.dumps(results))
 """
 
 
-def test_off_is_stock_bit_for_bit() -> None:
+def test_off_is_stock_bit_for_bit(tmp_path: Path) -> None:
     """Values, dtypes and strides are those of a process that never imported the package."""
-    without = run_python(DIGEST.format(prepare="")).stdout
-    never_on = run_python(DIGEST.format(prepare="import gn_override"), GN_OVERRIDE="0").stdout
-    turned_off = run_python(
-        DIGEST.format(
-            prepare="import gn_override\n"
-            "x = torch.randn(2, 7, 6).transpose(1, 2).requires_grad_()\n"
-            "F.group_norm(x, 3).sum().backward()\n"  # which leaves nothing behind
-            "gn_override.disable()"
-        )
-    ).stdout
-    on = run_python(DIGEST.format(prepare="import gn_override")).stdout
+
+    def digest(prepare: str, **environ: str) -> str:
+        return run_python("-c", DIGEST.format(prepare=prepare), cwd=tmp_path, **environ).stdout
+
+    without = digest("")
+    never_on = digest("import gn_override", GN_OVERRIDE="0")
+    turned_off = digest(
+        "import gn_override\n"
+        "x = torch.randn(2, 7, 6).transpose(1, 2).requires_grad_()\n"
+        "F.group_norm(x, 3).sum().backward()\n"  # which leaves nothing behind
+        "gn_override.disable()"
+    )
+    on = digest("import gn_override")
     assert without == never_on == turned_off
     # The digest sees the difference where there is one: (N, C, L) keeps its layout.
     assert without != on
@@ -584,6 +573,23 @@ def test_training_on_what_inference_mode_made(
     expected = stock_on_nchw(differentiate, (X.clone(), gamma, beta))
     with stock_limits(lambda: differentiate(X, gamma, beta)):
         torch.testing.assert_close(differentiate(X, gamma, beta), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["NLC", "NHWC", "NDHWC"])
+def test_nothing_but_what_inference_mode_made(device: str, shape: tuple[int, ...]) -> None:
+    """It has no autograd key, so nothing is recorded; where stock copies X, it cannot be saved."""
+
+    def outcome() -> bool | str:
+        with torch.inference_mode():
+            tensors = operands(shape, device)
+        try:
+            return norm(*tensors).requires_grad
+        except RuntimeError as error:
+            return str(error)
+
+    with override_off():
+        theirs = outcome()
+    assert outcome() == theirs
 
 
 def test_saved_tensor_hooks_and_checkpoint(device: str) -> None:
@@ -1049,26 +1055,25 @@ print(json.dumps(results))
 """
 
 
-def test_fake_tensors_follow_the_switch() -> None:
+def test_fake_tensors_follow_the_switch(tmp_path: Path) -> None:
     """Off: what a process without the package gets. On: nothing changes but for served layouts."""
     devices = ["cpu", "meta"] + (["cuda"] if torch.backends.cuda.is_built() else [])
-    without = run_python(FAKE_FACTS.format(prepare="", devices=devices)).stdout
-    off = run_python(
-        FAKE_FACTS.format(
-            prepare="import gn_override\n"
-            "with FakeTensorMode():\n"  # fills the dispatch cache with our strides
-            "    x = torch.empty(2, 3, 5, 6).permute(0, 3, 1, 2)\n"
-            "    aten = torch.ops.aten\n"
-            "    aten.native_group_norm(x, None, None, 2, 6, 15, 3, 1e-5)\n"
-            "gn_override.disable()",
-            devices=devices,
-        )
-    ).stdout
-    assert json.loads(off) == json.loads(without)
-    on = json.loads(
-        run_python(FAKE_FACTS.format(prepare="import gn_override", devices=devices)).stdout
+
+    def facts(prepare: str) -> list[Any]:
+        code = FAKE_FACTS.format(prepare=prepare, devices=devices)
+        return json.loads(run_python("-c", code, cwd=tmp_path).stdout)
+
+    without = facts("")
+    off = facts(
+        "import gn_override\n"
+        "with FakeTensorMode():\n"  # fills the dispatch cache with our strides
+        "    x = torch.empty(2, 3, 5, 6).permute(0, 3, 1, 2)\n"
+        "    aten = torch.ops.aten\n"
+        "    aten.native_group_norm(x, None, None, 2, 6, 15, 3, 1e-5)\n"
+        "gn_override.disable()"
     )
-    for ours, stock in zip(on, json.loads(without), strict=True):
+    assert off == without
+    for ours, stock in zip(facts("import gn_override"), without, strict=True):
         device, shape, moves, _ = ours
         served = (
             device in BACKENDS and moves == [[1, -1]] and len(shape) > 2 and shape[2:] != [1, 1]

@@ -92,7 +92,7 @@ void check_arguments(
     const OptionalTensor& beta) {
   const at::ScalarType type = X.scalar_type();
   const at::ScalarType param_type = param_type_of(type, gamma, beta);
-  const bool half = type == at::kHalf || type == at::kBFloat16;
+  const bool half = is_half(type);
   const auto fits = [&](const OptionalTensor& parameter) {
     return !defined(parameter) ||
         (parameter->dim() == 1 && parameter->sym_numel() == X.sym_size(1) &&
@@ -113,9 +113,7 @@ at::ScalarType output_type(
   const at::ScalarType type = X.scalar_type();
   const at::ScalarType result = out_dtype.value_or(type);
   TORCH_CHECK_VALUE(
-      result == type ||
-          (result == at::kFloat &&
-           (type == at::kHalf || type == at::kBFloat16)),
+      result == type || (result == at::kFloat && is_half(type)),
       std::string(
           "gn_override: out_dtype must be the input's, or Float for a "
           "half-precision input, got ") +

@@ -27,10 +27,6 @@ namespace {
 
 using at::Tensor;
 
-bool is_half(const Tensor& X) {
-  return X.scalar_type() == at::kHalf || X.scalar_type() == at::kBFloat16;
-}
-
 bool are_of(
     at::ScalarType type,
     const std::optional<Tensor>& gamma,
@@ -93,11 +89,11 @@ Result group_norm_act_autocast(
     std::string_view activation,
     std::optional<at::ScalarType> out_dtype) {
   const WithoutAutocast guard;
-  if (is_half(X) && !out_dtype) {
+  if (is_half(X.scalar_type()) && !out_dtype) {
     const bool preserves = is_on() && autocast_preserves();
     out_dtype = preserves ? X.scalar_type() : at::kFloat;
   }
-  if (is_half(X) && out_dtype == X.scalar_type()) {
+  if (is_half(X.scalar_type()) && out_dtype == X.scalar_type()) {
     // Weights that the operator would refuse are given X's dtype.
     const at::ScalarType type = X.scalar_type();
     const bool taken =
@@ -136,7 +132,7 @@ Tensor group_norm_autocast_cuda(
     const std::optional<Tensor>& bias,
     double eps,
     bool cudnn_enabled) {
-  if (is_on() && input.is_cuda() && is_half(input)) {
+  if (is_on() && input.is_cuda() && is_half(input.scalar_type())) {
     const WithoutAutocast guard;
     const at::ScalarType type = input.scalar_type();
     const bool now = runs_now(input, weight, bias);

@@ -220,7 +220,14 @@ Tensor group_norm_composite(
   const std::optional<Tensor> beta = contiguous(bias);
 
   const RawLayoutScope raw_layout;
-  const bool recorded = at::GradMode::is_enabled() &&
+  const auto is_inference = [](const std::optional<Tensor>& parameter) {
+    return defined(parameter) && parameter->is_inference();
+  };
+  // Nothing records what is of inference tensors alone. Stock's copy of X is
+  // none, nor what it has for a parameter that is missing.
+  const bool may_be_recorded = !input.is_inference() || !is_inference(weight) ||
+      !is_inference(bias) || !input.is_contiguous(stock_format(input));
+  const bool recorded = at::GradMode::is_enabled() && may_be_recorded &&
       (requires_grad(input) || requires_grad(weight) || requires_grad(bias)) &&
       !c10::impl::tls_is_dispatch_key_excluded(
                             c10::DispatchKey::AutogradFunctionality);

@@ -13,10 +13,6 @@
 
 namespace gn_override::binding {
 
-inline bool defined(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
-
 inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
   return defined(tensor) && tensor->requires_grad();
 }

@@ -53,10 +53,6 @@ bool fits(
       tensor.device() == X.device() && tensor.layout() == at::kStrided;
 }
 
-bool defined(const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() && tensor->defined();
-}
-
 // The dimension that is i-th from the innermost in channels-last order: C, then
 // the spatial ones from the last to the first, then N.
 int64_t channels_last_dim(int64_t i, int64_t dim) {
@@ -122,10 +118,9 @@ Classified classify_common(
   }
   const auto dtype = to_dtype(X.scalar_type());
   const auto param_dtype = to_dtype(param_type);
-  const bool half =
-      X.scalar_type() == at::kHalf || X.scalar_type() == at::kBFloat16;
   const auto fits = [&](at::ScalarType type) {
-    return type == X.scalar_type() || (half && type == at::kFloat);
+    return type == X.scalar_type() ||
+        (is_half(X.scalar_type()) && type == at::kFloat);
   };
   if (!dtype || !param_dtype || !fits(param_type) || !fits(output_type) ||
       (wide && param_type != output_type)) {

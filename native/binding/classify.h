@@ -18,6 +18,15 @@ struct Classified {
   const char* declined = nullptr; // static storage; null: the call is ours
 };
 
+inline bool defined(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() && tensor->defined();
+}
+
+// Of the types whose sums, and parameters at times, are float.
+inline bool is_half(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16;
+}
+
 at::ScalarType to_scalar_type(DType dtype);
 
 // Of gamma and beta, or `otherwise` where there are none.
