@@ -377,7 +377,7 @@ def test_runs_beside_a_kernel_that_waits_for_it(shape, monkeypatch):
     assert not any("cooperative" in name for name in torch.ops.gn_override.counters())
 
 
-def test_capture_leaves_no_synchronisation():
+def test_calls_do_not_synchronise():
     """Nothing in a call waits for the GPU."""
     inputs = make_inputs(CASES[0], "cuda", torch.float32)
     native(inputs)

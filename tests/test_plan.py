@@ -383,7 +383,7 @@ def test_measured_plans_are_taken():
         answer = explain(case, "cuda", backward, **call)
         plan = geometry(answer)
         assert answer["rule"] == scheme.lower()
-        assert f"measured, and takes {round(100 * float(share))}% of" in answer["reason"]
+        assert f"measured on an H200, and takes {round(100 * float(share))}% of" in answer["reason"]
         shared = "samples_per_wave" if scheme == "Cooperative" else "splits"
         # 0 leaves it to the scheme, which for registers has but one.
         free = ("0",) if scheme == "Registers" else ()
@@ -549,7 +549,7 @@ def compiled(directory: Path, driver: str, pattern: str) -> Path:
     (directory / "driver.cpp").write_text(driver)
     command = [compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"]
     command += [*map(str, sources), str(directory / "driver.cpp"), "-o", str(directory / "driver")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return directory / "driver"
 
@@ -675,7 +675,7 @@ def test_plans_without_policies_of_the_l2_cache(planner):
     assert without.get("pixels_cached", 0) == 0
 
 
-def test_measured_plans_are_of_one_gpu(planner):
+def test_measured_plans_are_for_gpus_like_the_one_that_ran(planner):
     question = (Case("measured", (2, 320, 64, 64), 32), False, "bfloat16", 16)
     threads, _, _, *rest = device_figures("cuda")
     for of_device, measured in (
@@ -770,7 +770,7 @@ def test_plans_are_remembered(tmp_path):
 
     def made(count: int) -> list[int]:
         done = subprocess.run(
-            [str(driver)], input=str(count), capture_output=True, text=True, check=True
+            [str(driver)], input=str(count), capture_output=True, text=True, check=True, timeout=60
         )
         return [int(number) for number in done.stdout.split()]
 

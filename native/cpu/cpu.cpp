@@ -7,7 +7,11 @@
 //   chunks            the map to Y or dX
 // A thread gets the same run of chunks in the first and the last step, and goes
 // through it backwards in the last one: what it has read last is read first.
-// Backward, the sums of most activations leave dZ in dX's memory for the map.
+//
+// Backward has two steps more: one before these, in which each channel gets its
+// group's statistics, and one before the map, which adds a batch's sums to the
+// totals of dgamma and dbeta. The sums of most activations leave dZ in dX's
+// memory for the map.
 //
 // Where samples fit a thread's cache, there is one parallel loop over the slots
 // instead, and each takes its samples through the same steps on its own; what

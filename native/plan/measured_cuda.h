@@ -1,7 +1,7 @@
 // Plans that tools/tune.py found to be faster than those that the estimates of
 // policy_cuda.cpp choose: for shapes that models use, in half and bfloat16. A
-// row holds for its shape alone, on one kind of GPU. tools/tune.py prints rows
-// for the GPU that it runs on.
+// row holds for its shape alone, on GPUs of one compute capability and number
+// of multiprocessors. tools/tune.py prints rows for the GPU that it runs on.
 #pragma once
 
 #include <array>
@@ -68,7 +68,6 @@ inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
     {kBackward, kIdentity, 1, 512, 36864, 32, {kCooperative, 16, 1, 256}, 0.97},
     {kBackward, kIdentity, 1, 1280, 64, 32, {kRegisters, 0, 0, 160}, 0.96},
     {kBackward, kIdentity, 1, 1920, 4096, 32, {kCooperative, 30, 1, 256}, 0.97},
-    {kBackward, kIdentity, 2, 256, 54400, 32, {kCooperative, 8, 1, 480}, 0.98},
     {kBackward, kIdentity, 2, 320, 4096, 32, {kResident, 10, 8, 256}, 0.96},
     {kBackward, kIdentity, 2, 512, 16384, 32, {kCooperative, 8, 1, 352}, 0.92},
     {kBackward, kIdentity, 2, 640, 256, 32, {kResident, 5, 2, 160}, 0.98},
@@ -86,7 +85,6 @@ inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
     {kBackward, kIdentity, 8, 320, 4096, 32, {kCooperative, 40, 8, 320}, 0.93},
     {kBackward, kIdentity, 8, 640, 256, 32, {kResident, 10, 1, 224}, 0.93},
     {kBackward, kIdentity, 8, 640, 1024, 32, {kCooperative, 40, 8, 512}, 0.97},
-    {kBackward, kIdentity, 8, 960, 1024, 32, {kCooperative, 30, 8, 256}, 0.98},
     {kBackward, kIdentity, 8, 960, 4096, 32, {kCooperative, 30, 2, 256}, 0.92},
     {kBackward, kIdentity, 8, 1280, 1024, 32, {kCooperative, 40, 8, 320}, 0.90},
     {kBackward, kIdentity, 8, 1280, 4096, 32, {kResident, 10, 16, 320}, 0.92},
@@ -164,14 +162,25 @@ inline constexpr auto kOfH200 = std::to_array<MeasuredPlan>({
 } // namespace measured
 
 struct MeasuredDevice {
+  const char* name; // of the one that ran
   int compute_capability;
   int sm_count;
   std::span<const MeasuredPlan> plans;
 };
 
 inline constexpr std::array kMeasuredDevices{
-    MeasuredDevice{90, 132, measured::kOfH200}, // and H100 SXM
+    MeasuredDevice{"an H200", 90, 132, measured::kOfH200}, // and H100 SXM
 };
+
+inline const MeasuredDevice* measured_device(const Device& device) {
+  for (const MeasuredDevice& measured : kMeasuredDevices) {
+    if (measured.compute_capability == device.compute_capability &&
+        measured.sm_count == device.sm_count) {
+      return &measured;
+    }
+  }
+  return nullptr;
+}
 
 // The row for a problem, or null: where pins say otherwise, too.
 inline const MeasuredPlan* measured_plan(
@@ -182,17 +191,15 @@ inline const MeasuredPlan* measured_plan(
       size_of(problem.dtype) != 2 || problem.wide_output) {
     return nullptr;
   }
-  for (const MeasuredDevice& measured : kMeasuredDevices) {
-    if (measured.compute_capability != device.compute_capability ||
-        measured.sm_count != device.sm_count) {
-      continue;
-    }
-    for (const MeasuredPlan& row : measured.plans) {
-      if (row.direction == problem.direction &&
-          row.activation == problem.activation && row.N == problem.N &&
-          row.C == problem.C && row.HxW == problem.HxW && row.G == problem.G) {
-        return &row;
-      }
+  const MeasuredDevice* measured = measured_device(device);
+  if (measured == nullptr) {
+    return nullptr;
+  }
+  for (const MeasuredPlan& row : measured->plans) {
+    if (row.direction == problem.direction &&
+        row.activation == problem.activation && row.N == problem.N &&
+        row.C == problem.C && row.HxW == problem.HxW && row.G == problem.G) {
+      return &row;
     }
   }
   return nullptr;

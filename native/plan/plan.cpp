@@ -86,7 +86,8 @@ std::string reason(
   std::string result = rule.reason;
   const MeasuredPlan* row = measured_plan(problem, device);
   if (row != nullptr && row->pins == pinned.pins) {
-    result += "; this plan was measured, and takes " +
+    result += std::string("; this plan was measured on ") +
+        measured_device(device)->name + ", and takes " +
         std::to_string(static_cast<int>(100 * row->share + 0.5)) +
         "% of the time of the one that the estimates choose";
   }

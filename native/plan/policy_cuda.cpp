@@ -79,10 +79,10 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 // the others.
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
-// their candidates; they decide nothing else. Fitted to sweeps of the plans of
-// 117 shapes, and of 110 since blocks prefetch, on an H200. tools/tune.py makes
-// such sweeps, and says how much longer the plans that are chosen take than the
-// best ones.
+// their candidates; they decide nothing else. Fitted on an H200 to the times of
+// all plans of 117 shapes, and again of 110 when blocks had begun to prefetch.
+// tools/tune.py measures these, and says how much longer the plans that are
+// chosen take than the best ones.
 
 // By direction: forward, backward.
 using ByDirection = std::array<double, 2>;
@@ -820,7 +820,7 @@ const std::array kRules{
         plan_cooperative,
         "slices too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "
-        "H200: 1.5 times a copy forward, two passes 1.7)"},
+        "H200: 1.6 times a copy forward, two passes 1.7)"},
     Rule{
         "two_pass",
         kTwoPassConditions,

@@ -51,8 +51,8 @@ struct Problem {
   // well: a tensor that is both (HxW == 1 or C == 1) counts as NCHW, except
   // where PyTorch refuses it, which is half X with float parameters on CUDA.
   bool channels_last = true;
-  // Largest power of two, at most 16, such that so many bytes of X, or as many
-  // elements, divide every base address of an [N, HxW, C] operand.
+  // The widest access that the address of each [N, HxW, C] operand allows:
+  // bytes of X, a power of two up to 16; of a wide Y or dY, as many elements.
   int alignment = 16;
   // Backward only: which gradients are asked for.
   bool want_dX = true;
