@@ -30,6 +30,7 @@ Norm = Callable[[Tensor, int, Tensor, Tensor], Tensor]  # (X, G, gamma, beta) ->
 OURS = "gn_override"
 # Who computes, on operands of which layout.
 LAYOUTS = {OURS: "channels_last", "stock_channels_last": "channels_last", "stock_nchw": "nchw"}
+STOCK = tuple(name for name in LAYOUTS if name != OURS)
 DIRECTIONS = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 RESULTS = {"fwd": ("Y",), "fwd_bwd": ("dX", "dgamma", "dbeta")}  # of a step
 
@@ -149,6 +150,12 @@ def _switched(on: bool) -> Any:
     return gn_override.enabled() if on else gn_override.disabled()
 
 
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """l2 distance relative to a more exact result."""
+    distance = torch.linalg.vector_norm(value - reference, dtype=torch.float64)
+    return float(distance / torch.linalg.vector_norm(reference, dtype=torch.float64))
+
+
 def difference(what: str, found: Sequence[Tensor], stock: Sequence[Tensor]) -> str:
     """Whether the results of a step are far from stock's: says which is, or "".
 
@@ -162,8 +169,7 @@ def difference(what: str, found: Sequence[Tensor], stock: Sequence[Tensor]) -> s
     for name, value, theirs in zip(RESULTS[what], found, stock, strict=True):
         if value.shape != theirs.shape:
             return f"{name}: shape {tuple(value.shape)}, stock {tuple(theirs.shape)}"
-        distance = torch.linalg.vector_norm(value - theirs, dtype=torch.float64)
-        error = float(distance / torch.linalg.vector_norm(theirs, dtype=torch.float64))
+        error = relative_error(value, theirs)
         limit = max(8 * torch.finfo(theirs.dtype).eps, 1e-3)
         if not error <= limit:  # so that a NaN is one
             return f"{name}: relative l2 error {error:.2e}, limit {limit:.2e}"
@@ -264,10 +270,10 @@ def say_if_busy() -> None:
         )
 
 
-def speed_up(row: Row, what: str) -> float:
-    """Time of stock's better layout over ours."""
+def speed_up(row: Row, what: str, others: Sequence[str] = STOCK) -> float:
+    """Time of the fastest of the others, by default of stock's better layout, over ours."""
     times: dict[str, float] = row[what]
-    return min(time for name, time in times.items() if name != OURS) / times[OURS]
+    return min(times[name] for name in others if name in times) / times[OURS]
 
 
 def _label(row: Row) -> str:

@@ -196,17 +196,21 @@ class Row:
         return self.layer_error_on <= self.layer_bound and self.error_on <= self.bound
 
 
+def randomise_affine(model: nn.Module) -> None:
+    """Fresh weights of norms are ones and zeros, which would hide a wrong affine part."""
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+
+
 def _build(case: _Case, device: str) -> tuple[nn.Module, Tensor]:
     """The network and its input, the same on every call, in channels_last."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = case.network()
-        for module in network.modules():
-            if isinstance(module, nn.GroupNorm):
-                # Fresh weights are ones and zeros, which would hide a wrong affine part.
-                nn.init.uniform_(module.weight, 0.5, 1.5)
-                nn.init.uniform_(module.bias, -0.5, 0.5)
+        randomise_affine(network)
     network = network.to(device=device, dtype=case.dtype)
     to: Any = network.to  # before torch 2.14 its types know no memory format
     network = to(memory_format=torch.channels_last)
@@ -251,7 +255,8 @@ def _seconds(step: Callable[[], Tensor], device: str) -> float:
 
 
 @contextlib.contextmanager
-def _no_tf32() -> Iterator[None]:
+def no_tf32() -> Iterator[None]:
+    """No TF32 inside."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = matmul.allow_tf32
     # flags() and no assignment: torch.testing forbids the latter to who imports it.
@@ -268,14 +273,9 @@ def _no_tf32() -> Iterator[None]:
             matmul.allow_tf32 = before
 
 
-def _calls_taken() -> int:
+def calls_taken() -> int:
+    """By the override's kernels, so far."""
     return sum(gn_override.report().calls.values())
-
-
-def _relative_error(value: Tensor, reference: Tensor) -> float:
-    """l2 distance relative to a more exact result."""
-    difference = torch.linalg.vector_norm(value.double() - reference.double())
-    return (difference / torch.linalg.vector_norm(reference.double())).item()
 
 
 def _layer_results(norm: nn.GroupNorm, x: Tensor, dy: Tensor, training: bool) -> list[Tensor]:
@@ -308,7 +308,8 @@ class _LayerCheck:
             on = _layer_results(norm, x, dy, self.training)
         self.layers += 1
         for a, b, reference in zip(off, on, exact, strict=True):
-            error_off, error_on = _relative_error(a, reference), _relative_error(b, reference)
+            error_off = _bench.relative_error(a, reference)
+            error_on = _bench.relative_error(b, reference)
             bound = 2 * error_off + torch.finfo(x.dtype).eps
             # "not <" so that a NaN counts as worst.
             if not error_on / bound < self.worst[1] / self.worst[2]:
@@ -337,13 +338,13 @@ def _run(case: _Case, device: str, rounds: int, seconds: float, say: Callable[[s
     # Half precision: float32 is exact enough, and float64 is slow on most GPUs.
     exact = torch.float64 if case.dtype == torch.float32 else torch.float32
     with gn_override.disabled():
-        with _no_tf32():
+        with no_tf32():
             reference = _stepper(case, copy.deepcopy(network).to(exact), x.to(exact))()
-        error_off = _relative_error(step(), reference)
-    calls = _calls_taken()
+        error_off = _bench.relative_error(step(), reference)
+    calls = calls_taken()
     with gn_override.enabled():
-        error_on = _relative_error(step(), reference)
-    calls = _calls_taken() - calls
+        error_on = _bench.relative_error(step(), reference)
+    calls = calls_taken() - calls
     del reference
 
     # In turns, so that a machine that slows down or speeds up does so for both.

@@ -301,7 +301,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="time our norm alone, followed by this and fused with it, and nothing else",
     )
     pytorch_kernels.add_argument(parser)
-    parser.add_argument("--milliseconds", type=int, default=60, help="of measuring a figure")
+    parser.add_argument(
+        "--milliseconds", type=results.count, default=60, help="of measuring a figure"
+    )
     parser.add_argument("--no-check", action="store_true", help="time without checking results")
     for name, what in (("--plot", "speed-ups"), ("--roofline", "rates over traffic")):
         text = f"draw {what}: FILE.svg or FILE.png"

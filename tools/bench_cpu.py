@@ -35,10 +35,8 @@ import shapes
 import gn_override
 from gn_override import _bench
 
-STOCK = ("stock_nchw", "stock_channels_last")
 
-
-def steps_of(case: shapes.Case, inputs: reference.Inputs) -> dict[str, timing.Step]:
+def steps_of(inputs: reference.Inputs) -> dict[str, timing.Step]:
     """What a round times, by name: "copy", "copy_new", then "fwd NAME" and "fwd_bwd NAME"."""
     like_X = torch.empty_like(inputs.X)
     steps: dict[str, timing.Step] = {
@@ -72,7 +70,7 @@ def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
         else:
             row["checked"] = True
         del ours
-    times = _bench.time_rounds(steps_of(case, inputs), seconds)
+    times = _bench.time_rounds(steps_of(inputs), seconds)
     row["calls"] = min(len(values) for values in times.values())
     for kind, figure in (("median", statistics.median), ("least", min)):
         figures: dict[str, Any] = {"copy": 0.0, "copy_new": 0.0, "fwd": {}, "fwd_bwd": {}}
@@ -95,9 +93,8 @@ def summary(rows: list[dict[str, Any]], kind: str = "median") -> dict[str, float
     """Over the rows: how many times faster than stock, geometric mean and the worst row."""
     result = {}
     for what in ("fwd", "fwd_bwd"):
-        times = [row[kind][what] for row in rows]
-        last = [t["stock_channels_last"] / t["gn_override"] for t in times]
-        best = [min(t[s] for s in STOCK) / t["gn_override"] for t in times]
+        last = [_bench.speed_up(row[kind], what, ("stock_channels_last",)) for row in rows]
+        best = [_bench.speed_up(row[kind], what) for row in rows]
         result[f"{what} over stock channels-last, mean"] = round(geometric_mean(last), 2)
         result[f"{what} over stock's faster layout, mean"] = round(geometric_mean(best), 2)
         result[f"{what} over stock's faster layout, worst"] = round(min(best), 2)
@@ -117,9 +114,10 @@ def table(rows: list[dict[str, Any]], kind: str = "median") -> str:
         line = f"{row['name']:<16}{shape:<20}{row['dtype']:<10}"
         line += f"{figures['copy']:>8.3f}{figures['copy_new']:>8.3f}"
         for what in ("fwd", "fwd_bwd"):
-            nchw, nhwc = (figures[what][s] for s in STOCK)
-            ours = figures[what]["gn_override"]
-            line += f" | {nchw:>13.3f}{nhwc:>9.3f}{ours:>9.3f}{min(nchw, nhwc) / ours:>8.2f}"
+            times = figures[what]
+            ours = times["gn_override"]
+            line += f" | {times['stock_nchw']:>13.3f}{times['stock_channels_last']:>9.3f}"
+            line += f"{ours:>9.3f}{_bench.speed_up(figures, what):>8.2f}"
             line += f"{ours / figures['copy']:>8.2f}" if what == "fwd" else ""
         lines.append(line + (f"  WRONG: {row['wrong']}" if "wrong" in row else ""))
     return "\n".join(lines)
@@ -137,7 +135,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=3, help="of each row (default %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--threads", type=results.count, default=2, help="default %(default)s")
     parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

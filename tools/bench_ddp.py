@@ -4,8 +4,10 @@
     python tools/bench_ddp.py --output ddp-h200   # with several GPUs; a minute or two
     python tools/bench_ddp.py --device cpu --batch 2 --steps 2   # tries the script
 
-A backward pass under DistributedDataParallel runs beside the all-reduce of gradients that are done.
-Kernels of the cooperative scheme take the whole GPU at once: this shows what that costs.
+A backward pass under DistributedDataParallel runs beside the all-reduce of gradients that are done,
+and in a group of several processes no plan takes the whole GPU (gn_override/_whole_chip.py): this
+shows what a training step costs there.
+
 A process for each GPU, two on the CPU, trains on a batch of its own, in bfloat16 and channels_last:
 timm's resnet50_gn with the override off and on, and resnet50, whose BatchNorm the override does not
 touch. Before that, gradients are compared with the mean of what the processes find by themselves:
@@ -20,6 +22,7 @@ is more than the transfer where processes wait for each other.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
@@ -34,9 +37,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from bench_host import synchronise
-from bench_models import relative_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+import gn_override
+from gn_override._bench import relative_error
 
 # What is trained, and whether the override is on.
 VARIANTS = {
@@ -124,8 +129,6 @@ def all_reduce_milliseconds(step: Step, device: torch.device) -> float | None:
 
 def measure(rank: int, variant: str, options: argparse.Namespace) -> dict[str, Any]:
     """What one process finds of a variant. Raises RuntimeError if gradients are wrong."""
-    import gn_override
-
     name, on = VARIANTS[variant]
     (gn_override.enable if on else gn_override.disable)()
     device = torch.device(options.device, rank if options.device == "cuda" else None)
@@ -213,12 +216,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str]) -> int:
     parser = results.Parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--batch", type=int, default=192, help="of a process (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="of a round (default %(default)s)")
+    parser.add_argument(
+        "--batch", type=results.count, default=192, help="of a process (default %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=results.count, default=10, help="of a round (default %(default)s)"
+    )
     options = parser.parse_args(argv)
     options.processes = torch.cuda.device_count() if options.device == "cuda" else 2
     if options.processes < 2:
         parser.error("it needs two GPUs (--device cpu tries the script)")
+    if importlib.util.find_spec("timm") is None:
+        parser.error("it needs timm")
     print(table([]))
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (f"{folder}/rendezvous", options), nprocs=options.processes)

@@ -46,6 +46,8 @@ from torch import Tensor, nn
 
 import gn_override
 from gn_override import _calls
+from gn_override._bench import relative_error
+from gn_override._demo import calls_taken, no_tf32, randomise_affine
 
 Step = Callable[[], Tensor]
 
@@ -116,15 +118,6 @@ def phase(name: str) -> Iterator[None]:
     log(f"  {name}: {time.perf_counter() - begin:.1f} s")
 
 
-def randomise(model: nn.Module) -> nn.Module:
-    """Affine parameters that are not ones and zeros, which would hide a wrong affine part."""
-    for module in model.modules():
-        if isinstance(module, nn.GroupNorm):
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.uniform_(module.bias, -0.5, 0.5)
-    return model
-
-
 def with_norms_as(instead: Callable[[Tensor], Tensor], step: Step) -> Step:
     """The step with every norm replaced, and with it what it is fused with."""
 
@@ -146,7 +139,9 @@ def seeded(build: Callable[[], nn.Module], device: str) -> nn.Module:
     """A model with random weights, the same ones every time, made on the device."""
     torch.manual_seed(0)
     with torch.device(device):
-        return randomise(build())
+        model = build()
+    randomise_affine(model)
+    return model
 
 
 def placed(
@@ -154,27 +149,6 @@ def placed(
 ) -> nn.Module:
     # The stubs of Module.to() do not know of memory_format beside other arguments.
     return model.to(device=device, dtype=dtype).to(memory_format=layout)  # type: ignore[call-overload]
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    difference = torch.linalg.vector_norm(value.double() - reference.double())
-    return float(difference / torch.linalg.vector_norm(reference.double()))
-
-
-@contextmanager
-def exact_float32() -> Iterator[None]:
-    """No TF32 inside."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def calls_taken() -> int:
-    return sum(gn_override.report().calls.values())
 
 
 def check(
@@ -189,7 +163,7 @@ def check(
 
     True if they are within the bound. `calls` are the override's, if they cannot be counted here.
     """
-    with gn_override.disabled(), exact_float32():
+    with gn_override.disabled(), no_tf32():
         expected = reference()
     with gn_override.disabled():
         row.error_stock = relative_error(step(), expected)

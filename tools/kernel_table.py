@@ -1,4 +1,4 @@
-"""What the rows of tools/bench.py say: rates, text, rows that we lose, a picture. Needs no torch.
+"""What the rows of tools/bench.py say: rates, text, rows that we lose, a picture.
 
 Bytes are the least that must move, the same for every provider: X is read and Y written forward;
 X, dY and X again are read, Y and dX written, forward and backward together. A copy moves two.
@@ -13,12 +13,10 @@ from typing import Any
 
 import render_readme
 
-Row = dict[str, Any]
+from gn_override import _picture
+from gn_override._bench import DIRECTIONS, OURS, STOCK, Row, speed_up
 
-OURS = "gn_override"
-STOCK = ("stock_channels_last", "stock_nchw")
 CHECKOUT = "pytorch"  # the kernels of a checkout, see tools/pytorch_kernels.py
-DIRECTIONS = {"fwd": "forward", "fwd_bwd": "forward + backward"}
 OPERANDS = {"copy": 2, "fwd": 2, "fwd_bwd": 5}  # of the size of X
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -45,15 +43,9 @@ def rates(row: Row) -> Row:
     return {"GB/s": speeds, "share": shares}
 
 
-def over(row: Row, what: str, names: Sequence[str]) -> float | None:
-    """Time of the fastest of the names over ours; None if none of them was measured."""
-    times = [row[what][name] for name in names if name in row[what]]
-    return min(times) / row[what][OURS] if times else None
-
-
-def over_stock(row: Row, what: str) -> float | None:
-    """Time of stock's better layout over ours; None if stock was not measured."""
-    return over(row, what, STOCK)
+def over(row: Row, what: str, names: Sequence[str] = STOCK) -> float | None:
+    """speed_up(), or None if none of the names was measured."""
+    return speed_up(row, what, names) if any(name in row[what] for name in names) else None
 
 
 def providers_of(rows: Sequence[Row]) -> list[str]:
@@ -149,8 +141,6 @@ def over_copy(rows: Sequence[Row], what: str, provider: str) -> str:
 
 def _draw_roofline(axes: Any, rows: Sequence[Row]) -> None:
     """Effective GB/s against the least bytes moved; the copy is the roof."""
-    from gn_override import _picture
-
     roof = sorted((least_bytes(row, "copy") / 1e6, speed(row, "copy", row["copy"])) for row in rows)
     colours = dict(zip(DIRECTIONS, (_picture.GAIN, _picture.LOSS), strict=True))
     axes.plot(*zip(*roof, strict=True), ".-", color=_picture.INK, linewidth=0.8, label="copy")
@@ -162,7 +152,7 @@ def _draw_roofline(axes: Any, rows: Sequence[Row]) -> None:
         points = [
             (least_bytes(row, what) / 1e6, speed(row, what, ratio * row[what][OURS]))
             for row in rows
-            if (ratio := over_stock(row, what))
+            if (ratio := over(row, what))
         ]
         if points:
             label = f"stock's better, {DIRECTIONS[what]}"
@@ -182,8 +172,6 @@ def pictures(content: dict[str, Any], bars: Path | None, roofline: Path | None) 
     import matplotlib
     from matplotlib.figure import Figure
 
-    from gn_override import _picture
-
     rows = content["rows"]
     caption = render_readme.source(content).strip().replace("`", "")
     if bars:
@@ -191,7 +179,7 @@ def pictures(content: dict[str, Any], bars: Path | None, roofline: Path | None) 
             title: [
                 (f"{'x'.join(map(str, row['shape']))} {row['dtype']}", ratio)
                 for row in rows
-                if (ratio := over_stock(row, what))
+                if (ratio := over(row, what))
             ]
             for what, title in DIRECTIONS.items()
         }

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gn_override._bench import speed_up
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/reliability.md"))
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,9 +82,7 @@ _COMPILED = {
 
 
 def models(content: dict[str, Any]) -> str:
-    """Rows of tools/bench_models.py. A `note`, added to a row by hand, says how it was measured."""
-    given = sorted({row["note"] for row in content["rows"] if row.get("note")})
-    marks = {note: r"\*" * (place + 1) for place, note in enumerate(given)}
+    """Rows of tools/bench_models.py."""
     rows = []
     for row in content["rows"]:
         if not row["times"]:
@@ -98,7 +98,7 @@ def models(content: dict[str, Any]) -> str:
                 _ratio(times["stock"], times["override"]),
                 *(number(times[key]) if key in times else "-" for key in _LIMITS),
                 f"{peak['stock']:.2f} / {peak['override']:.2f}" if peak else "-",
-                row["commit"] + marks.get(row.get("note"), ""),
+                row["commit"],
             ]
         )
     compiled = [
@@ -111,19 +111,12 @@ def models(content: dict[str, Any]) -> str:
     legend = f"No such norms: {'; '.join(floors)}. "
     if "BatchNorm" in legend:
         legend += "The time with BatchNorm is a comparison, not a bound. "
-    notes = "".join(f" {mark}: {note}." for note, mark in marks.items())
     return (
         table([*header, "peak GB, stock / ours", "commit"], rows)
         + f"\nStock and gn_override run in channels_last. {legend}"
-        + f"Norms as copies: each norm only copies its input.{notes}\n"
+        + "Norms as copies: each norm only copies its input.\n"
         + (f"\n{table(['compiled model', *_COMPILED.values()], compiled)}" if compiled else "")
     )
-
-
-def _speed_up(row: dict[str, Any], what: str) -> float:
-    """Time of stock's better layout over ours."""
-    stock = min(time for name, time in row[what].items() if name.startswith("stock"))
-    return stock / row[what]["gn_override"]
 
 
 def _losses(rows: Sequence[dict[str, Any]]) -> str:
@@ -132,7 +125,7 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
         f"{row['name']} {_shape(row)} {row['dtype']} {title}"
         for row in rows
         for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward"))
-        if _speed_up(row.get("median", row), what) < 1
+        if speed_up(row.get("median", row), what) < 1
     ]
     names = ", ".join(slower) or "none"
     return f"\nOf {len(rows)} rows, slower than stock's better layout: {names}.\n"
@@ -172,8 +165,8 @@ def kernels(content: dict[str, Any]) -> str:
     return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
 
 
-# What a fused activation may cost a forward.
-_FUSED_LIMIT = 1.03
+# What a fused activation is to cost a forward at most.
+_FUSED_GOAL = 1.03
 
 
 def fused(content: dict[str, Any]) -> str:
@@ -193,24 +186,23 @@ def fused(content: dict[str, Any]) -> str:
         lines.append(line)
     columns = ("alone, us", f"then {content['activation']}", "fused", "fused / alone")
     header = [f"{step} {column}" for step in steps.values() for column in columns]
-    above = [
-        f"{row['name']} {row['dtype']}"
-        for row, ratio in zip(rows, ratios["fwd"], strict=True)
-        if ratio > _FUSED_LIMIT
-    ]
-    forward, both = (
-        f"{statistics.median(of):.3f}x, largest {max(of):.3f}x" for of in ratios.values()
-    )
+    within = sum(ratio <= _FUSED_GOAL for ratio in ratios["fwd"])
+
+    def spread(of: Sequence[float]) -> str:
+        largest = lines[of.index(max(of))]
+        return (
+            f"median {statistics.median(of):.3f}x, largest {max(of):.3f}x ({' '.join(largest[:2])})"
+        )
+
     return table(["case", "dtype", *header], lines) + (
-        f"\nForward: median {forward}; above {_FUSED_LIMIT}x: {', '.join(above) or 'none'}. "
-        f"Forward and backward: median {both}.\n"
+        f"\nForward within {_FUSED_GOAL - 1:.0%}, the goal: {within} of {len(rows)} rows; "
+        f"{spread(ratios['fwd'])}. Forward and backward: {spread(ratios['fwd_bwd'])}.\n"
     )
 
 
 def cpu(content: dict[str, Any]) -> str:
     """Rows of tools/bench_cpu.py: medians."""
     copies = {"copy": "copy, ms", "copy_new": "copy to a new tensor, ms"}
-    copies = {key: copies[key] for key in copies if key in content["rows"][0]["median"]}
     rows = []
     for row in content["rows"]:
         median = row["median"]
@@ -230,8 +222,15 @@ def cpu(content: dict[str, Any]) -> str:
     return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
 
 
-# Rows of tools/sweep.py from this size on are large: the copy's time is not that of its launch.
-_LARGE_MB = 16
+# Rows of tools/sweep.py above this size are large: the copy's time is not that of its launch.
+LARGE_MB = 16
+# Times stock's, from which on a row counts as slower: less is noise.
+SLOWER = 1.05
+
+
+def is_large(row: dict[str, Any]) -> bool:
+    """Of a row of tools/sweep.py."""
+    return bool(row["MB"] > LARGE_MB)
 
 
 def sweep(content: dict[str, Any]) -> str:
@@ -245,26 +244,24 @@ def sweep(content: dict[str, Any]) -> str:
     }
     lines = []
     for name, found in kinds.items():
-        large = sorted(
-            row["fwd"]["gn_override"] / row["copy"] for row in found if row["MB"] > _LARGE_MB
-        )
+        large = sorted(row["fwd"]["gn_override"] / row["copy"] for row in found if is_large(row))
         line = [name, str(len(found)), str(len(large))]
         line += [f"{value:.2f}x" for value in (large[0], statistics.median(large), large[-1])]
         for what in ("fwd", "fwd_bwd"):
-            line.append(f"{statistics.median(_speed_up(row, what) for row in found):.2f}x")
-            line.append(str(sum(_speed_up(row, what) < 1 / 1.05 for row in found)))
+            line.append(f"{statistics.median(speed_up(row, what) for row in found):.2f}x")
+            line.append(str(sum(speed_up(row, what) < 1 / SLOWER for row in found)))
         lines.append(line)
-    header = ["random shapes", "shapes", f"above {_LARGE_MB} MB"]
+    header = ["random shapes", "shapes", f"above {LARGE_MB} MB"]
     header += [
-        f"forward / copy above {_LARGE_MB} MB, {word}" for word in ("least", "median", "most")
+        f"forward / copy above {LARGE_MB} MB, {word}" for word in ("least", "median", "most")
     ]
     for title in ("forward", "fwd+bwd"):
         header += [f"{title} stock / ours, median", f"{title} slower by over 5%"]
     slower = [
-        f"{_shape(row)}, G={row['groups']}, {row['dtype']}, {title} {_speed_up(row, what):.2f}x"
+        f"{_shape(row)}, G={row['groups']}, {row['dtype']}, {title} {speed_up(row, what):.2f}x"
         for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward"))
         for row in rows
-        if _speed_up(row, what) < 1 / 1.05
+        if speed_up(row, what) < 1 / SLOWER
     ]
     return table(header, lines) + (
         f"\nStock is its better layout. Slower: {'; '.join(slower) or 'none'}.\n"
@@ -353,8 +350,6 @@ def counters(content: dict[str, Any]) -> str:
     }
     header = ["step", "dtype", "us", "at elementwise's rate", "read MB", "least", "written MB"]
     shares = {"dram": "DRAM %", "issue": "issue %", "special": "special functions %"}
-    if "special" not in content["rows"][0]:  # an older file
-        del shares["special"]
     return table(
         [*header, *shares.values(), "waits"],
         (

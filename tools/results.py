@@ -26,6 +26,14 @@ ENVIRONMENT = ("GN_OVERRIDE_WHOLE_CHIP",)
 PLACES = ("--folder", "--plot", "--roofline", "--log", "--pytorch")
 
 
+def count(text: str) -> int:
+    """The type of an argument of which there must be one at least."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("1 or more")
+    return value
+
+
 class Parser(argparse.ArgumentParser):
     """Of a benchmark's arguments. It has --output and --folder, and looks at once whether they can
     be written; and --from, if asked to, whose file is then `content` of the arguments.

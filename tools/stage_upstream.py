@@ -34,6 +34,7 @@ sys.path.append(str(render_readme.ROOT))
 from codegen import model, upstream, verify
 from codegen.checkout import Checkout, git_environment
 from codegen.upstream import Rendered, StagingError
+from gn_override import _bench
 
 BRANCH = "channels-last-group-norm"
 TEMPLATE = render_readme.ROOT / "aten_patch" / "PR.md"
@@ -54,10 +55,10 @@ MEASURED_PLANS = "native/plan/measured_cuda.h"
 SOURCES = ("native/kernels", "native/launch", "native/plan")
 
 
-def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
+def pull_request(base: str) -> str:
     """The text of the pull request, with the measured tables."""
     kernels, whole, sweep, parallel = (
-        json.loads((results / f"{name}.json").read_text())
+        json.loads((render_readme.RESULTS / f"{name}.json").read_text())
         for name in (KERNELS, WHOLE_CHIP, SWEEP, PARALLEL)
     )
     before, rows = BEFORE[base], kernels["rows"]
@@ -73,9 +74,9 @@ def pull_request(base: str, results: Path = render_readme.RESULTS) -> str:
         "gains of whole chip": gains(kernels, whole),
         "size": size(base),
     }
-    for what in kernel_table.DIRECTIONS:
+    for what in _bench.DIRECTIONS:
         values[f"before, {what}"] = kernel_table.over_copy(rows, what, before)
-        values[f"after, {what}"] = kernel_table.over_copy(rows, what, kernel_table.OURS)
+        values[f"after, {what}"] = kernel_table.over_copy(rows, what, _bench.OURS)
         for name, other in {"stock": "stock", "main": "PyTorch's checkout"}.items():
             slower = sweep["summary"][f"slower than {other} by more than 5%"][what]
             values[f"slower than {name}, {what}"] = str(slower)
@@ -122,13 +123,12 @@ def gains(kernels: dict[str, Any], whole: dict[str, Any]) -> str:
         return ""
     by_case = {(row["name"], row["dtype"]): row for row in whole["rows"]}
     said = []
-    for what, title in kernel_table.DIRECTIONS.items():
+    for what, title in _bench.DIRECTIONS.items():
         ours = [
-            row[what][kernel_table.OURS]
-            / by_case[row["name"], row["dtype"]][what][kernel_table.OURS]
+            row[what][_bench.OURS] / by_case[row["name"], row["dtype"]][what][_bench.OURS]
             for row in kernels["rows"]
         ]
-        gained = [ratio for ratio in ours if ratio > 1.05]  # less is what two runs differ by
+        gained = [ratio for ratio in ours if ratio > render_readme.SLOWER]
         if gained:
             span = f"{min(gained):.2f} to {max(gained):.2f}"
             said.append(f"{title} {span} in {len(gained)} of {len(ours)} rows")

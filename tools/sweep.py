@@ -35,9 +35,12 @@ import results
 import timing
 import torch
 from progress import Progress
+from render_readme import LARGE_MB, SLOWER, is_large
 
 sys.path.insert(0, str(results.ROOT / "tests"))
 from shapes import Case
+
+from gn_override import _bench
 
 Row = dict[str, Any]
 
@@ -46,9 +49,6 @@ KINDS = ("usual", "any", "odd_C", "prime_HW", "odd_C_prime_HW", "G1", *WIDTHS)
 DTYPES = ("bfloat16", "float32", "float16")
 MOST_N, MOST_C, MOST_HW, MOST_BYTES = 1024, 4096, 4 << 20, 2 << 30
 ONE_LAYOUT_EVERY = 20
-
-LARGE_MB = 16
-SLOWER = 1.05
 
 
 def log_uniform(source: random.Random, low: int, high: int) -> int:
@@ -136,16 +136,12 @@ def over_copy(row: Row) -> float:
     return float(row["fwd"]["gn_override"] / row["copy"])
 
 
-def is_large(row: Row) -> bool:
-    return kernel_table.least_bytes(row, "copy") / 2 > LARGE_MB * 1e6
-
-
 # Whom ours are held against.
-OTHERS = {"stock": kernel_table.STOCK, "PyTorch's checkout": (kernel_table.CHECKOUT,)}
+OTHERS = {"stock": _bench.STOCK, "PyTorch's checkout": (kernel_table.CHECKOUT,)}
 
 
 def ratios(
-    rows: Sequence[Row], what: str, names: Sequence[str] = kernel_table.STOCK
+    rows: Sequence[Row], what: str, names: Sequence[str] = _bench.STOCK
 ) -> list[tuple[float, Row]]:
     """(time of the fastest of the names over ours, row) where they were measured, worst first."""
     found = [(ratio, row) for row in rows if (ratio := kernel_table.over(row, what, names))]
@@ -165,10 +161,10 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     slower = {
         f"slower than {other} by more than 5%": {
             what: sum(ratio < 1 / SLOWER for ratio, _ in ratios(served, what, names))
-            for what in kernel_table.DIRECTIONS
+            for what in _bench.DIRECTIONS
         }
         for other, names in OTHERS.items()
-        if any(ratios(served, what, names) for what in kernel_table.DIRECTIONS)
+        if any(ratios(served, what, names) for what in _bench.DIRECTIONS)
     }
     return {
         "shapes": len(rows),
@@ -185,7 +181,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _line(row: Row, figure: float) -> str:
     shape = "x".join(map(str, row["shape"]))
-    times = " ".join(f"{row[what]['gn_override']:.1f}" for what in kernel_table.DIRECTIONS)
+    times = " ".join(f"{row[what]['gn_override']:.1f}" for what in _bench.DIRECTIONS)
     return (
         f"  {figure:>6.2f}  {shape} G={row['groups']} {row['dtype']}, {row['MB']} MB; "
         f"copy {row['copy']:.1f}, ours {times} us; {', '.join(row['rules'])}; {row['name']}"
@@ -197,14 +193,14 @@ def report(rows: Sequence[Row], worst: int) -> str:
     served, one_layout = split(rows)
     lines = [f"{name}: {value}" for name, value in summary(rows).items()]
     for other, names in OTHERS.items():
-        for what, title in kernel_table.DIRECTIONS.items():
+        for what, title in _bench.DIRECTIONS.items():
             found = ratios(served, what, names)[:worst]
             lines += [f"{title}, {other} / ours, the worst:"] if found else []
             lines += [_line(row, ratio) for ratio, row in found]
     lines.append(f"forward / copy above {LARGE_MB} MB, the worst:")
     large = sorted((row for row in served if is_large(row)), key=over_copy, reverse=True)
     lines += [_line(row, over_copy(row)) for row in large[:worst]]
-    for what, title in kernel_table.DIRECTIONS.items():
+    for what, title in _bench.DIRECTIONS.items():
         same = [ratio for ratio, _ in ratios(one_layout, what)]
         if same:
             lines.append(
@@ -236,11 +232,13 @@ def sweep(count: int, seed: int, seconds: float, one: Callable[[Case], Row]) -> 
 
 def main(argv: Sequence[str]) -> int:
     parser = results.Parser(__doc__)
-    parser.add_argument("--shapes", type=int, default=400, help="default %(default)s")
+    parser.add_argument("--shapes", type=results.count, default=400, help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     parser.add_argument("--seconds", type=float, default=480, help="to stop after")
     pytorch_kernels.add_argument(parser)
-    parser.add_argument("--milliseconds", type=int, default=8, help="of measuring a figure")
+    parser.add_argument(
+        "--milliseconds", type=results.count, default=8, help="of measuring a figure"
+    )
     parser.add_argument("--worst", type=int, default=10, help="rows to print of each ranking")
     arguments = parser.parse_args(argv)
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():

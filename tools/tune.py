@@ -216,9 +216,14 @@ def main() -> None:
         "--activation", choices=ACTIVATIONS, default="identity", help="fused with the norm"
     )
     parser.add_argument(
-        "--repetitions", type=int, default=9, help="of all plans, before the finalists' own"
+        "--repetitions",
+        type=results.count,
+        default=9,
+        help="of all plans, before the finalists' own",
     )
-    parser.add_argument("--finalists", type=int, default=12, help="plans that are timed again")
+    parser.add_argument(
+        "--finalists", type=results.count, default=12, help="plans that are timed again"
+    )
     parser.add_argument("--best", type=int, default=3, help="plans of a row to print and write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

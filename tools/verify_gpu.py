@@ -218,14 +218,12 @@ def main() -> int:
     parser.add_argument("levels", nargs="*", help="names of levels; default: all")
     parser.add_argument("--list", action="store_true", help="show the levels and run nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--jobs", type=int, default=1, help="levels at a time")
+    parser.add_argument("--jobs", type=results.count, default=1, help="levels at a time")
     arguments = parser.parse_args()
     known = {level.name: level for level in levels(arguments.device)}
     wrong = [name for name in arguments.levels if name not in known]
     if wrong:
         parser.error(f"no level is called {wrong[0]!r}: {', '.join(known)}")
-    if arguments.jobs < 1:
-        parser.error("--jobs: 1 or more")
     if arguments.list:
         for level in known.values():
             print(f"{level.name:<14}{level.what}\n{'':<14}{shlex.join(level.command())}")
