@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from processes import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
@@ -45,17 +46,6 @@ def setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     module = load_setup(ROOT)
     monkeypatch.setattr(module, "DEFAULT_HOME", tmp_path / "no such toolkit")
     return module
-
-
-def python(*arguments: str | Path, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, **environ},
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
 
 
 # ---------------------------------------------------------------- CUDA toolkits
@@ -360,8 +350,7 @@ HIDE_TORCH = 'raise ModuleNotFoundError("No module named torch", name="torch")\n
 @pytest.mark.parametrize("command", ["build_ext", "bdist_wheel", "dist_info", "editable_wheel"])
 def test_torch_missing_is_one_line_with_the_command(tmp_path: Path, command: str) -> None:
     (tmp_path / "torch.py").write_text(HIDE_TORCH)
-    result = python(ROOT / "setup.py", command, cwd=ROOT, PYTHONPATH=str(tmp_path))
-    assert result.returncode == 1
+    result = run_python(ROOT / "setup.py", command, cwd=ROOT, status=1, PYTHONPATH=str(tmp_path))
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert "pip install --no-build-isolation ." in result.stderr
@@ -397,10 +386,7 @@ def test_sdist_has_what_the_build_needs(small_tree: Path, tmp_path: Path) -> Non
     for left in ("tests/.ruff_cache/0.1/a", "aten_patch/.hypothesis/b", "native/.DS_Store"):
         (small_tree / left).parent.mkdir(parents=True, exist_ok=True)
         (small_tree / left).touch()
-    result = python(
-        "setup.py", "-q", "sdist", "-d", tmp_path, cwd=small_tree, PYTHONPATH=str(tmp_path)
-    )
-    assert result.returncode == 0, result.stderr
+    run_python("setup.py", "-q", "sdist", "-d", tmp_path, cwd=small_tree, PYTHONPATH=str(tmp_path))
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
@@ -420,10 +406,9 @@ def wheel(small_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("there is no C++ compiler")
     directory = tmp_path_factory.mktemp("wheel")
-    result = python(
+    result = run_python(
         "setup.py", "-q", "bdist_wheel", "-d", directory, cwd=small_tree, GN_OVERRIDE_CUDA="0"
     )
-    assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr.count("CPU backend only") == 1
     (path,) = directory.glob("*.whl")
     return zipfile.ZipFile(path)
@@ -456,14 +441,43 @@ def test_wheel_says_what_it_was_built_for(wheel: zipfile.ZipFile) -> None:
 
 def test_build_in_place(small_tree: Path, wheel: zipfile.ZipFile) -> None:
     """After the wheel, whose objects serve again."""
-    result = python(
-        "setup.py", "-q", "build_ext", "--inplace", cwd=small_tree, GN_OVERRIDE_CUDA="0"
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_python("setup.py", "-q", "build_ext", "--inplace", cwd=small_tree, GN_OVERRIDE_CUDA="0")
     package = small_tree / "gn_override"
     assert (package / "_C.abi3.so").exists()
     info = json.loads((package / "_build_info.json").read_text())
     assert info == json.loads(wheel.read("gn_override/_build_info.json"))
+
+
+def test_build_elsewhere(small_tree: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """One folder for the path, with the package in it."""
+    command = ("setup.py", "-q", "build", "--build-base", tmp_path)
+    run_python(*command, cwd=small_tree, GN_OVERRIDE_CUDA="0")
+    (package,) = tmp_path.glob("lib.*/gn_override")
+    built = {path.name for path in package.iterdir()}
+    assert {"__init__.py", "_C.abi3.so", "_build_info.json"} <= built
+
+
+def test_editable_install(small_tree: Path, wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Python finds the tree, and what was built is in it. Touches nothing that is installed."""
+    pytest.importorskip("pip")
+    package = small_tree / "gn_override"
+    built = [package / "_C.abi3.so", package / "_build_info.json"]
+    for path in built:
+        path.unlink(missing_ok=True)
+    run_python(
+        *("-m", "pip", "install", "--no-build-isolation", "-e", ".[test,dev]"),
+        *("--no-deps", "--no-index", "--target", tmp_path),
+        cwd=small_tree,
+        GN_OVERRIDE_CUDA="0",
+    )
+    code = (
+        "import importlib.util, site, sys\n"
+        "site.addsitedir(sys.argv[1])\n"
+        "print(importlib.util.find_spec('gn_override').origin)\n"
+    )
+    found = run_python("-I", "-S", "-c", code, tmp_path, cwd=tmp_path)  # not what is installed
+    assert Path(found.stdout.strip()).parent == package
+    assert all(path.exists() for path in built)
 
 
 def test_failed_build_leaves_no_record(small_tree: Path, tmp_path: Path) -> None:
@@ -473,10 +487,12 @@ def test_failed_build_leaves_no_record(small_tree: Path, tmp_path: Path) -> None
     record.parent.mkdir(parents=True)
     record.write_text("{}")
     (tree / "native/plan/plan.cpp").write_text("#error broken\n")
-    result = python(
-        "setup.py", "-q", "build", "--build-lib", tmp_path / "lib", cwd=tree, GN_OVERRIDE_CUDA="0"
+    result = run_python(
+        *("setup.py", "-q", "build", "--build-lib", tmp_path / "lib"),
+        cwd=tree,
+        status=1,
+        GN_OVERRIDE_CUDA="0",
     )
-    assert result.returncode == 1
     assert "#error broken" in result.stdout
     assert "Traceback" not in result.stderr
     assert not record.exists()
@@ -536,8 +552,7 @@ def installed(tmp_path: Path, library: ModuleType) -> Path:
 
 def import_error(package: Path) -> str:
     """The ImportError of `import gn_override` in a new process; fails if it is anything else."""
-    result = python("-c", "import gn_override", cwd=package.parent, PYTHONPATH=str(package.parent))
-    assert result.returncode == 1, (result.returncode, result.stderr)
+    result = run_python("-c", "import gn_override", cwd=package.parent, status=1)
     last = result.stderr.splitlines()[-1]
     assert last.startswith("ImportError: "), result.stderr
     assert "pip install --no-build-isolation" in last
@@ -545,13 +560,12 @@ def import_error(package: Path) -> str:
 
 
 def test_intact_copy_loads(installed: Path) -> None:
-    result = python(
-        "-c",
-        "import gn_override; print(gn_override.__file__)",
-        cwd=installed.parent,
+    """From the path, before what is installed."""
+    result = run_python(
+        *("-c", "import gn_override; print(gn_override.__file__)"),
+        cwd=Path(__file__).parent,
         PYTHONPATH=str(installed.parent),
     )
-    assert result.returncode == 0, result.stderr
     assert Path(result.stdout.strip()).parent == installed
 
 
@@ -595,6 +609,7 @@ def test_library_needs_no_python(library: ModuleType) -> None:
         check=True,
         text=True,
         stdout=subprocess.PIPE,
+        timeout=300,
     ).stdout
     assert not re.findall(r" UND _?Py\w+", listing)
     needed = set(re.findall(r"\(NEEDED\).*\[(.+?)\.so", listing))

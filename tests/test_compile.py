@@ -10,7 +10,6 @@ import copy
 import functools
 import math
 import operator
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import pytest
 import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
+from processes import run_python
 from reference import ATEN, FUSED, calls, expect_calls, is_channels_last, lay_out
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -115,15 +115,9 @@ def compiled(function: Any, **options: Any) -> Any:
     return torch.compile(function, fullgraph=True, **options)
 
 
-def run_without_gn_override(code: str, *arguments: str) -> None:
+def run_without_gn_override(code: str, folder: Path) -> None:
     """Run code in a fresh interpreter, which must succeed and never load the package."""
-    done = subprocess.run(
-        [sys.executable, "-c", code + "\nassert 'gn_override' not in sys.modules", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code + "\nassert 'gn_override' not in sys.modules", cwd=folder)
 
 
 # --- our kernels run, on what the neighbours hold ---------------------------------------------
@@ -458,16 +452,10 @@ def test_off_puts_the_tables_back() -> None:
     ],
     ids=["Inductor first", "Inductor later"],
 )
-def test_either_order_of_imports(code: str) -> None:
+def test_either_order_of_imports(code: str, tmp_path: Path) -> None:
     """The import does not load Inductor, and finds it if it is there."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GN_OVERRIDE": "0"},
-        cwd=Path(__file__).parent,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), done.stderr
+    done = run_python("-c", code, cwd=tmp_path, GN_OVERRIDE="0")
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_cache_tag_keeps_the_users() -> None:
@@ -494,22 +482,15 @@ def test_cache_tag_keeps_the_users() -> None:
         gn_override.enable()
 
 
-def test_cache_tag_keeps_the_environments() -> None:
+def test_cache_tag_keeps_the_environments(tmp_path: Path) -> None:
     """As it does what a program sets itself."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import torch, gn_override\n"
-            "print(torch.compiler.config.cache_key_tag)\n"
-            "gn_override.disable()\n"
-            "print(torch.compiler.config.cache_key_tag)\n",
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": "mine"},
-        cwd=Path(__file__).parent,
+    code = (
+        "import torch, gn_override\n"
+        "print(torch.compiler.config.cache_key_tag)\n"
+        "gn_override.disable()\n"
+        "print(torch.compiler.config.cache_key_tag)\n"
     )
+    done = run_python("-c", code, cwd=tmp_path, TORCH_COMPILE_CACHE_KEY_TAG="mine")
     on, off = done.stdout.split()
     assert on == "mine" + torch.compiler.config.cache_key_tag and off == "mine"
 
@@ -1037,13 +1018,13 @@ def test_exported_programs_run_without_the_package(tmp_path: Path) -> None:
     run_without_gn_override(
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "programs = sorted(Path(sys.argv[1]).glob('*.pt2'))\n"
+        "programs = sorted(Path().glob('*.pt2'))\n"
         "assert len(programs) == 3\n"
         "for path in programs:\n"
         "    x, expected = torch.load(path.with_suffix('.pt'))\n"
         "    y = torch.export.load(path).module()(x)\n"
         "    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)\n",
-        str(tmp_path),
+        tmp_path,
     )
 
 
@@ -1060,6 +1041,7 @@ def skip_unless_packages_load() -> None:
         ],
         capture_output=True,
         text=True,
+        timeout=300,
     )
     if done.returncode != 0:
         pytest.skip(f"stock cannot load its own packages here: exit status {done.returncode}")
@@ -1077,9 +1059,8 @@ def test_aotinductor_package_runs_without_the_package(tmp_path: Path) -> None:
     torch.save((x, block(x)), tmp_path / "block.pt")
     run_without_gn_override(
         "import sys, torch\n"
-        "x, expected = torch.load(sys.argv[2])\n"
-        "y = torch._inductor.aoti_load_package(sys.argv[1])(x)\n"
+        "x, expected = torch.load('block.pt')\n"
+        "y = torch._inductor.aoti_load_package('block.pt2')(x)\n"
         "torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)\n",
-        package,
-        str(tmp_path / "block.pt"),
+        tmp_path,
     )

@@ -117,7 +117,12 @@ def spawn(worker: Callable[..., None], *arguments: object) -> None:
     # The children find tests/ and the package where this process found them.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-        mp.spawn(worker, arguments, nprocs=RANKS)
+        ranks = mp.spawn(worker, arguments, nprocs=RANKS, join=False)
+    # join() returns when one of them ends, and says whether all have.
+    if not any(ranks.join(timeout=300) for _ in range(RANKS)):
+        for process in ranks.processes:
+            process.kill()
+        pytest.fail("a process hangs")
 
 
 @on_each_device

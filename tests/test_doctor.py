@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_python
 
 import gn_override
 from gn_override import _doctor, _library, _report
@@ -84,19 +82,6 @@ def installed(tmp_path):
     return target
 
 
-def run(
-    package: Path, *arguments: str, command: tuple[str, ...] = ("-m", "gn_override"), **env: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command, *arguments],
-        cwd=package.parent,
-        env={**os.environ, "PYTHONPATH": str(package.parent), **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def damage(package: Path, how: str) -> None:
     if how == "library is missing":
         (package / "_C.abi3.so").unlink()
@@ -120,8 +105,8 @@ def damage(package: Path, how: str) -> None:
 )
 def test_an_extension_that_does_not_load(how, found, installed):
     damage(installed, how)
-    result = run(installed, "doctor", "--json")
-    assert (result.returncode, result.stderr) == (1, "")
+    result = run_python("-m", "gn_override", "doctor", "--json", cwd=installed.parent, status=1)
+    assert result.stderr == ""
     (check,) = json.loads(result.stdout)
     assert check["name"] == "extension" and found in check["found"]
     assert "pip install --no-build-isolation" in check["mend"]
@@ -130,10 +115,10 @@ def test_an_extension_that_does_not_load(how, found, installed):
 
 def test_other_commands_raise_where_doctor_speaks(installed):
     damage(installed, "another torch")
-    result = run(installed, "doctor", "--help")
-    assert result.returncode == 0 and "how to mend it" in result.stdout
-    other = run(installed, "report")
-    assert other.returncode == 1 and "ImportError" in other.stderr and not other.stdout
+    result = run_python("-m", "gn_override", "doctor", "--help", cwd=installed.parent)
+    assert "how to mend it" in result.stdout
+    other = run_python("-m", "gn_override", "report", cwd=installed.parent, status=1)
+    assert "ImportError" in other.stderr and not other.stdout
 
 
 @pytest.mark.parametrize(
@@ -143,16 +128,17 @@ def test_other_commands_raise_where_doctor_speaks(installed):
 )
 def test_spellings_of_the_command(spelling, installed):
     damage(installed, "another torch")
-    result = run(installed, "doctor", command=spelling)
-    assert (result.returncode, result.stderr) == (1, "")
+    result = run_python(*spelling, "doctor", cwd=installed.parent, status=1)
+    assert result.stderr == ""
     assert f"this is torch {torch.__version__}" in result.stdout
 
 
 def test_a_path_that_stdout_cannot_encode(installed):
     elsewhere = installed.parent / "Verzeichnis-\u00e9" / "gn_override"
     shutil.copytree(installed, elsewhere)
-    result = run(elsewhere, "doctor", PYTHONIOENCODING="ascii")
-    assert result.returncode == 0 and "\\xe9" in result.stdout, result.stderr
+    command = ("-m", "gn_override", "doctor")
+    result = run_python(*command, cwd=elsewhere.parent, PYTHONIOENCODING="ascii")
+    assert "\\xe9" in result.stdout
 
 
 # The CUDA backend.
@@ -273,18 +259,12 @@ def test_another_package_on_top(tmp_path, installed):
         "lib = torch.library.Library('aten', 'IMPL')\n"
         "lib.impl('native_group_norm', lambda *a: None, 'CPU')\n"
     )
-    result = subprocess.run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", "gn_override"),
-            *("doctor", "--json", "--import", "elsewhere"),
-        ],
+    result = run_python(
+        *("-W", "ignore", "-m", "gn_override", "doctor", "--json", "--import", "elsewhere"),
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(package.parent)])},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        status=1,
+        PYTHONPATH=str(package.parent),
     )
-    assert result.returncode == 1, result.stderr
     assert "a banner" in result.stderr
     checks = {check["name"]: check for check in json.loads(result.stdout)}
     wrong = checks["dispatcher"]
@@ -343,15 +323,7 @@ def test_another_package_beside_ours(key, tmp_path):
         "import sys, elsewhere, gn_override.__main__\n"
         "sys.exit(gn_override.__main__.main(['doctor', '--json']))\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=tmp_path,  # not a tree without the extension
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 1, result.stderr
+    result = run_python("-W", "ignore", "-c", code, cwd=tmp_path, status=1)
     wrong = [check for check in json.loads(result.stdout) if check["name"] == "dispatcher"]
     assert wrong and not any(check["ok"] for check in wrong)
     assert any(f"elsewhere has taken group_norm on {key}: " in check["found"] for check in wrong)

@@ -241,15 +241,15 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Path], str
 
         def compile_one(source: Path) -> Path:
             target = folder / f"{source.stem}.o"
-            subprocess.run(
-                [*common, "-include", "cuda.h", "-x", "c++", "-c", source, "-o", target], check=True
-            )
+            command = [*common, "-include", "cuda.h", "-x", "c++", "-c", source, "-o", target]
+            subprocess.run(command, check=True, timeout=900)
             return target
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, sources))
         library = folder / "library.so"
-        subprocess.run([compiler(), "-shared", *sanitize, *objects, "-o", library], check=True)
+        command = [compiler(), "-shared", *sanitize, *objects, "-o", library]
+        subprocess.run(command, check=True, timeout=900)
         return library
 
     return link

@@ -12,7 +12,6 @@ import inspect
 import io
 import linecache
 import pickle
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_python
 from reference import FUSED, calls, floor, is_channels_last, lay_out, override_off
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -112,14 +112,6 @@ def check_left(model: nn.Module, *inputs: Tensor) -> tuple[SkippedNorm, ...]:
     assert all(map(torch.equal, gradients(model, *inputs), expected))
     assert calls(FORWARD, "cpu") == (0, 0)
     return fusion.skipped
-
-
-def run_script(script: str, folder: Path) -> None:
-    """From a file, so that the classes in it have sources."""
-    file = folder / "script.py"
-    file.write_text(textwrap.dedent(script))
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # --- functional and module --------------------------------------------------------------------
@@ -1858,7 +1850,9 @@ def test_patches_before_the_import(patch: str, tmp_path: Path) -> None:
             kind = _activations.of_call(function)
             assert kind is None or torch.equal(function(X), torch.relu(X)), kind
     """
-    run_script(script, tmp_path)
+    file = tmp_path / "script.py"  # so that the classes in it have sources
+    file.write_text(textwrap.dedent(script))
+    run_python(file, cwd=tmp_path)
 
 
 def test_tracing_with_fx() -> None:

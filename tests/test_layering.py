@@ -135,6 +135,7 @@ def tracked_files() -> list[Path]:
         capture_output=True,
         text=True,
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        timeout=300,
     )
     if listed.returncode == 0:
         return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_python
 from shapes import CPU_CASES, KERNEL_CASES
 from torch import nn
 from torch._decomp import meta_table
@@ -29,21 +30,6 @@ from gn_override.__main__ import _parser, main
 
 def channels_last(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape).to(dtype=dtype, memory_format=torch.channels_last)
-
-
-def python(
-    code: str, tmp_path: Path, *, timeout: int = 120, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Run code in a new interpreter, from a directory that holds no source tree."""
-    inherited = {key: value for key, value in os.environ.items() if key != "GN_OVERRIDE"}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=inherited | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
 
 
 def taken() -> int:
@@ -58,9 +44,10 @@ def taken() -> int:
 )
 def test_import_prints_nothing_and_obeys_the_environment(value, on, tmp_path):
     code = "import torch, gn_override; import sys; sys.exit(int(gn_override.is_enabled()))"
-    result = python(code, tmp_path, **({} if value is None else {"GN_OVERRIDE": value}))
-    without = python("import torch", tmp_path)
-    assert (result.returncode, result.stdout, result.stderr) == (int(on), "", without.stderr)
+    environ = {} if value is None else {"GN_OVERRIDE": value}
+    result = run_python("-c", code, cwd=tmp_path, status=int(on), **environ)
+    without = run_python("-c", "import torch", cwd=tmp_path)
+    assert (result.stdout, result.stderr) == ("", without.stderr)
 
 
 def test_import_leaves_explain_report_and_demo_for_later(tmp_path):
@@ -71,14 +58,12 @@ def test_import_leaves_explain_report_and_demo_for_later(tmp_path):
         "gn_override.report\n"
         "assert 'gn_override._report' in sys.modules\n"
     )
-    result = python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, cwd=tmp_path)
 
 
 def test_dir_has_what_is_imported_later(tmp_path):
     code = "import gn_override; assert {*gn_override.__all__} < {*dir(gn_override)}"
-    result = python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, cwd=tmp_path)
 
 
 def test_a_reload_is_another_import(tmp_path):
@@ -88,8 +73,7 @@ def test_a_reload_is_another_import(tmp_path):
         "importlib.reload(gn_override)\n"
         "assert gn_override.is_enabled()\n"
     )
-    result = python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, cwd=tmp_path)
 
 
 def test_a_reload_that_does_not_switch_on_changes_nothing(tmp_path):
@@ -99,8 +83,7 @@ def test_a_reload_that_does_not_switch_on_changes_nothing(tmp_path):
         "importlib.reload(gn_override)\n"
         "assert gn_override.is_enabled()\n"
     )
-    result = python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -120,8 +103,7 @@ def test_import_in_compiled_code(backend, tmp_path):
         "gn_override.disable()\n"
         "torch.testing.assert_close(function(x), y)\n"
     )
-    result = python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("first", ["", "import torch._inductor.lowering\n"])
@@ -160,8 +142,7 @@ def test_another_import_after_the_modules_are_gone(first, tmp_path):
         "assert decomposition.decompositions[op] is stock\n"
         "assert config.pre_grad_custom_pass is None\n"
     )
-    result = python(code, tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert run_python("-c", code, cwd=tmp_path).stderr == ""
 
 
 @pytest.mark.parametrize("inductor", ["", "import torch._inductor.lowering\n"])
@@ -185,8 +166,7 @@ def test_modes_do_not_see_what_the_package_asks_itself(kind, inductor, tmp_path)
         "    import torch._inductor.lowering\n"
         "assert gn_override.is_enabled()\n"
     )
-    result = python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, cwd=tmp_path)
 
 
 def test_every_public_name_is_there_and_no_other():
@@ -280,8 +260,7 @@ def test_off_is_stock_bit_for_bit(tmp_path):
     ):
         path = tmp_path / name
         source = code.format(load=load).replace("sys.argv[1]", repr(str(path)))
-        result = python(source, tmp_path)
-        assert result.returncode == 0, result.stderr
+        run_python("-c", source, cwd=tmp_path)
         results.append(torch.load(path))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
@@ -777,8 +756,7 @@ def test_report_shows_a_package_on_top(tmp_path):
         "assert any('native/binding' in where for where in found.below), found\n"
         "assert 'takes the calls: elsewhere' in str(report)\n"
     )
-    result = python(code, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code, cwd=tmp_path)
 
 
 def test_report_counts_calls():
@@ -836,7 +814,9 @@ def test_output_that_nobody_reads_any_more(tmp_path):
     command = [sys.executable, "-u", "-m", "gn_override", "report"]
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
@@ -844,7 +824,9 @@ def test_output_that_nobody_reads_any_more(tmp_path):
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_output_that_is_closed(closed, tmp_path):
     command = f'"{sys.executable}" -m gn_override explain 2x64x8x8 --groups 8 --device cpu {closed}'
-    done = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -969,14 +951,7 @@ def test_help_has_examples_that_parse(capsys):
 
 
 def test_command_line_as_a_program(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "gn_override"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0 and result.stdout.startswith("gn_override "), result.stderr
+    assert run_python("-m", "gn_override", cwd=tmp_path).stdout.startswith("gn_override ")
 
 
 # Demo.
@@ -1072,5 +1047,4 @@ def test_modules_pickle_without_the_package(tmp_path):
     path = tmp_path / "module"
     path.write_bytes(pickle.dumps(nn.Sequential(nn.GroupNorm(8, 64))))
     code = f"import pickle, sys; pickle.load(open({str(path)!r}, 'rb'))"
-    result = python(code + "; assert 'gn_override' not in sys.modules", tmp_path)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code + "; assert 'gn_override' not in sys.modules", cwd=tmp_path)

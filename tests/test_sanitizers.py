@@ -36,11 +36,11 @@ def compile_with(sanitizers: str, directory: Path, *command: str) -> None:
     if not (directory / "empty").exists():
         (directory / "empty.cpp").write_text("int main() {}\n")
         for trial in ([compiler, *flags, "empty.cpp", "-o", "empty"], ["./empty"]):
-            done = subprocess.run(trial, cwd=directory, capture_output=True, text=True)
+            done = subprocess.run(trial, cwd=directory, capture_output=True, text=True, timeout=300)
             if done.returncode != 0:
                 pytest.skip(f"-fsanitize={sanitizers} does not work here: {done.stderr.strip()}")
     done = subprocess.run(
-        [compiler, *flags, *command], cwd=directory, capture_output=True, text=True
+        [compiler, *flags, *command], cwd=directory, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
 
@@ -74,7 +74,11 @@ def race_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(driver: Path, lines: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(driver), *arguments], input="\n".join(lines), capture_output=True, text=True
+        [str(driver), *arguments],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 

@@ -12,7 +12,6 @@ import importlib
 import itertools
 import json
 import math
-import os
 import platform
 import re
 import shutil
@@ -23,6 +22,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from processes import run_python
 from shapes import EDGE_CASES, KERNEL_CASES, MODEL_CASES, Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -47,9 +47,8 @@ has_clang_format = pytest.mark.skipif(
 
 
 def git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
-    )
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return done.stdout
 
 
@@ -235,7 +234,7 @@ def test_file_endings_are_kept(main_checkout):
     commit(main_checkout)
     stage_upstream.stage(main_checkout)
     command = ["git", "-C", str(main_checkout), "show", f"{stage_upstream.BRANCH}:{KERNEL}"]
-    staged = subprocess.run(command, capture_output=True, check=True).stdout
+    staged = subprocess.run(command, capture_output=True, check=True, timeout=300).stdout
     assert staged.endswith(b"// \xe2\x80\x94\r\n")
 
 
@@ -450,7 +449,8 @@ def plans(
     command += [f"-DPLAN=<{header}>", f"-DNAMESPACE={namespace}", str(folder / "plans.cpp")]
     command.append(f"-DSET_PARAMETERS={set_parameters}")
     too_wide = Case("too wide", (1, 1 << 30, 1, 1), 2)
-    subprocess.run([*command, *map(str, sources), "-o", str(folder / "plans")], check=True)
+    command += [*map(str, sources), "-o", str(folder / "plans")]
+    subprocess.run(command, check=True, timeout=900)
     questions = [
         f"{dtype} {backward} {case.N} {case.C} {case.HxW} {case.G} {alignment}"
         for case in (*KERNEL_CASES, *MODEL_CASES, *EDGE_CASES, too_wide)
@@ -459,7 +459,11 @@ def plans(
         for alignment in (16, 8)
     ]
     done = subprocess.run(
-        [str(folder / "plans")], input="\n".join(questions), capture_output=True, text=True
+        [str(folder / "plans")],
+        input="\n".join(questions),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert len(done.stdout.splitlines()) == len(questions)
     return done.stdout
@@ -714,13 +718,9 @@ def test_command(main_checkout, capsys):
             run(*arguments)
 
 
-def test_command_checks_by_itself():
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "stage_upstream.py"), "--check"],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+def test_command_checks_by_itself(tmp_path):
+    done = run_python(ROOT / "tools" / "stage_upstream.py", "--check", cwd=tmp_path)
+    assert done.stderr == ""
     assert [line.split(",")[0] for line in done.stdout.splitlines()] == [f"base {b}" for b in BASES]
 
 
@@ -847,28 +847,23 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
             str(library),
         ],
         check=True,
+        timeout=900,
     )
     return library
 
 
 @needs_nvcc
-def test_glue_compiles_and_links(stub_library):
+def test_glue_compiles_and_links(stub_library, tmp_path):
     """Against the headers and libraries of the installed torch; every symbol is found."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import torch; torch.ops.load_library({str(stub_library)!r})"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    code = f"import torch; torch.ops.load_library({str(stub_library)!r})"
+    run_python("-c", code, cwd=tmp_path)
 
 
 @needs_nvcc
-def test_glue_leaves_operands_off_their_elements_to_others(stub_library):
+def test_glue_leaves_operands_off_their_elements_to_others(stub_library, tmp_path):
     """Before it asks for a device, so that tensors of the CPU show it."""
     script = f"""if True:
-        import sys
         import torch
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
         from upstream_parity import assert_left_to_others
         torch.ops.load_library({str(stub_library)!r})
         stub = torch.ops.group_norm_stub
@@ -885,24 +880,18 @@ def test_glue_leaves_operands_off_their_elements_to_others(stub_library):
                 lambda: stub.backward(odd, X, *statistics, None, 2, 8, 16, 4, [True] * 3),
             )
     """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", script, cwd=tmp_path)
 
 
 @pytest.mark.cuda
 @needs_nvcc
-def test_glue_agrees_with_stock_through_the_stubs(stub_library):
+def test_glue_agrees_with_stock_through_the_stubs(stub_library, tmp_path):
     """In a process of its own: what is behind the stubs cannot be asked for and put back."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "upstream_parity.py"), str(stub_library)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_python(Path(__file__).parent / "upstream_parity.py", stub_library, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_cases_for_test_nn_pass_on_our_kernels(device, tmp_path):
+def test_cases_for_test_nn_pass_on_our_kernels(device, tmp_path, monkeypatch):
     """The semantics that the cases ask for are those of the override: on a CPU as well."""
     pytest.importorskip("expecttest", reason="torch's own test classes import it")
     text = (ROOT / "aten_patch/test/test_nn.py").read_text()
@@ -910,13 +899,7 @@ def test_cases_for_test_nn_pass_on_our_kernels(device, tmp_path):
         text = text.replace("    @onlyCUDA\n    @dtypes", "    @dtypes")
     file = tmp_path / "cases.py"
     file.write_text(f"import gn_override\n{text}")
-    done = subprocess.run(
-        [sys.executable, str(file), "-k", device.upper()],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        # With CI set torch's own runner writes reports, by a package of its own.
-        env={name: value for name, value in os.environ.items() if name != "CI"},
-    )
-    assert done.returncode == 0, done.stderr
+    # With CI set torch's own runner writes reports, by a package of its own.
+    monkeypatch.delenv("CI", raising=False)
+    done = run_python(file, "-k", device.upper(), cwd=tmp_path)
     assert int(re.findall(r"^Ran (\d+) tests", done.stderr, re.MULTILINE)[0]) >= 15
