@@ -8,7 +8,6 @@ import inspect
 import io
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import run_python
 from shapes import Case
 from torch import nn
 
@@ -963,14 +963,8 @@ def test_host_figures_pair_the_rounds():
 
 def test_host_time_is_measured_on_the_cpu_too(tmp_path):
     arguments = ["--device", "cpu", "--seconds", "0.01", "--output", "host", "--folder"]
-    done = subprocess.run(
-        [sys.executable, str(results.ROOT / "tools" / "bench_host.py"), *arguments, str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    tool = results.ROOT / "tools" / "bench_host.py"
+    done = run_python(tool, *arguments, tmp_path, cwd=tmp_path)
     rows = json.loads((tmp_path / "host.json").read_text())["rows"]
     assert len(rows) == len(done.stdout.splitlines()) - 1 == 6
     for row in rows:
@@ -991,23 +985,15 @@ def create_model(name, pretrained):
 """
 
 
-def run_bench_ddp(tmp_path, timm, *more):
+def run_bench_ddp(tmp_path, timm, *more, status=0):
     (tmp_path / "timm.py").write_text(timm)
     tool = results.ROOT / "tools" / "bench_ddp.py"
     options = ["--device", "cpu", "--batch", "2", "--steps", "1", "--folder", str(tmp_path), *more]
-    return subprocess.run(
-        [sys.executable, str(tool), *options],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_python(tool, *options, cwd=tmp_path, status=status, PYTHONPATH=str(tmp_path))
 
 
 def test_training_beside_collectives_is_measured_on_the_cpu_too(tmp_path):
     done = run_bench_ddp(tmp_path, SMALL_TIMM, "--output", "ddp-x")
-    assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "ddp-x.json").read_text())
     assert [row["name"] for row in content["rows"]] == list(bench_ddp.VARIANTS)
     assert content["processes"] == content["batch"] == 2
@@ -1031,8 +1017,8 @@ def test_wrong_gradients_are_not_timed(tmp_path):
         "    norm =", "    built.append(name)\n    norm ="
     )
     timm = timm.replace("nn.ReLU()", "nn.ReLU() if len(built) % 2 else nn.Tanh()")
-    done = run_bench_ddp(tmp_path, timm)
-    assert done.returncode != 0 and "gradients differ" in done.stderr
+    done = run_bench_ddp(tmp_path, timm, status=1)
+    assert "gradients differ" in done.stderr
     assert len(done.stdout.splitlines()) == 1
 
 
