@@ -330,6 +330,18 @@ def test_more_than_the_chip_keeps(emulator, name, samples):
     assert_parity(results, inputs)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
+def test_activation_of_more_than_the_chip_keeps(emulator, dtypes, activation):
+    """dZ stays where its pixel does; of the others it is computed again."""
+    inputs = away_from_kink(make_inputs(LARGE, "cpu", *dtypes), activation)
+    results, plans = emulator(inputs, Pin("cooperative"), activation=activation)
+    for plan in plans:
+        number = numbers(plan)
+        assert number["pixels_kept"] * number["rows"] < number["pixels_per_split"], plan
+    assert_fused_parity(results, inputs, activation)
+
+
 @pytest.mark.parametrize(
     ("shape", "pin"),
     [((41, 64, 9, 11), Pin("resident", 3)), ((5, 64, 61, 53), Pin("cooperative", 2))],

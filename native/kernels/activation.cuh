@@ -272,10 +272,4 @@ __device__ __forceinline__ auto differentiation_of(
   }
 }
 
-// dZ_of that leaves what it returns in dZ, too.
-template <typename Acc, typename DZOf>
-__device__ __forceinline__ auto leaving_in(Acc* dZ, DZOf dZ_of) {
-  return [=](int j, auto... operands) { return dZ[j] = dZ_of(j, operands...); };
-}
-
 } // namespace gn_override

@@ -25,13 +25,14 @@ struct GradientSums {
   Sum db[kVector] = {};
 
   // Sums a batch before it joins the total: fewer additions at the total's
-  // magnitude, so less rounding.
+  // magnitude, so less rounding. Leaves dZ behind.
   template <int kPixels, typename DZOf>
   __device__ void add(
       const Vector<TY, kVector> (&dy)[kPixels],
       const Vector<T, kVector> (&x)[kPixels],
       const Acc (&mean)[kVector],
-      DZOf dZ_of) {
+      DZOf dZ_of,
+      Acc (&dZ)[kPixels][kVector]) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       Acc batch_ds = 0;
@@ -41,6 +42,7 @@ struct GradientSums {
         const Acc dy_j = dy[i][j];
         const Acc x_j = x[i][j];
         const Acc g = dZ_of(j, x_j, x_j - mean[j], dy_j);
+        dZ[i][j] = g;
         const Acc weighted = g * (x_j - mean[j]);
         batch_ds = i == 0 ? weighted : batch_ds + weighted;
         batch_db = i == 0 ? g : batch_db + g;

@@ -352,10 +352,10 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
       const Vector<T, kVector> of_dY[1] = {unpack<T, kVector>(dy[i])};
       const Vector<T, kVector> of_X[1] = {unpack<T, kVector>(x[i])};
       differentiation.with([&](auto dZ_of) {
-        Acc dZ[kVector];
-        gradients.add(of_dY, of_X, mean, leaving_in(dZ, dZ_of));
+        Acc dZ[1][kVector];
+        gradients.add(of_dY, of_X, mean, dZ_of, dZ);
         if constexpr (kFused) { // dZ takes dY's place
-          const Vector<T, kVector> rounded = narrow_all<T, kVector>(dZ);
+          const Vector<T, kVector> rounded = narrow_all<T, kVector>(dZ[0]);
           memcpy(&dy[i], &rounded, sizeof(rounded));
         }
       });

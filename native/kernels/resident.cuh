@@ -555,14 +555,14 @@ __global__ void __launch_bounds__(
   rstds.fetch(at.n * shape.G + item.first_group);
 
   constexpr int kPixels = kRingPixels<Direction::kBackward>;
-  // Where every pixel stays in place, dZ takes dY's place in the slab: rounded
-  // to dY's type, as PyTorch's gradient of an activation is. Else dX needs the
-  // derivative again.
-  constexpr bool kKeepsDZ = kFused && !kWholeChip;
-  constexpr bool kFusedAgain = kFused && kWholeChip;
-  // Pixels in registers at once, of both.
-  constexpr int kAtOnce = kKeepsDZ || (kFused && sizeof(T) == 8) ? 1 : kPixels;
-  constexpr int kAgainAtOnce = kKeepsDZ ? kPixels : kAtOnce;
+  // Where a pixel stays in place, dZ takes dY's place in the slab: rounded to
+  // dY's type, as PyTorch's gradient of an activation is. What is copied again
+  // needs the derivative again.
+  constexpr bool kDifferentiatesAgain = kFused && kWholeChip;
+  // Pixels in registers at once while there are derivatives: a cluster's
+  // kernels, and double's, have no room for more.
+  constexpr int kAtOnce =
+      kFused && (!kWholeChip || sizeof(T) == 8) ? 1 : kPixels;
   Ring<kPixels, kRingAhead<kWholeChip>, !kWholeChip> ring(
       waves.places, pixels_of_thread(tiling, at));
   const int step = tiling.rows.divisor() * shape.C;
@@ -624,7 +624,6 @@ __global__ void __launch_bounds__(
     const auto map_of = [&](int j) { return own_maps[j]; };
     const auto differentiation =
         differentiation_of<kFused, TY>(activation, map_of);
-    const auto again = differentiation_of<kFusedAgain, TY>(activation, map_of);
 
     Pair<Acc> of_thread[kVector] = {};
     if (at.active && exists) {
@@ -632,7 +631,8 @@ __global__ void __launch_bounds__(
       Acc mean[kVector];
       Acc rstd[kVector];
       read_moments(shape, at.channel, moments_of, mean, rstd);
-      ring.read(copy_from(offset), [&](int, int place, auto pixels) {
+      ring.read(copy_from(offset), [&](int first, int place, auto pixels) {
+        const bool stays = ring.stays(first);
         for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
             decltype(pixels)::value, [&](int i, auto at_once) {
               Vector<TY, kVector> dy[decltype(at_once)::value];
@@ -640,10 +640,16 @@ __global__ void __launch_bounds__(
               slab_dY.read(place + i, dy);
               slab_X.read(place + i, x);
               differentiation.with([&](auto dZ_of) {
-                Acc dZ[kVector];
-                gradients.add(dy, x, mean, leaving_in(dZ, dZ_of));
-                if constexpr (kKeepsDZ) {
-                  *slab_dY.at(place + i) = narrow_all<TY, kVector>(dZ);
+                Acc dZ[decltype(at_once)::value][kVector];
+                gradients.add(dy, x, mean, dZ_of, dZ);
+                if constexpr (kFused) {
+                  if (stays) {
+#pragma unroll
+                    for (int k = 0; k < decltype(at_once)::value; ++k) {
+                      *slab_dY.at(place + i + k) =
+                          narrow_all<TY, kVector>(dZ[k]);
+                    }
+                  }
                 }
               });
             });
@@ -746,23 +752,33 @@ __global__ void __launch_bounds__(
             if (dX == nullptr) {
               return;
             }
-            for_each_run_of_pixels<
-                kSmaller<decltype(pixels)::value, kAgainAtOnce>>(
-                decltype(pixels)::value, [&](int i, auto at_once) {
-                  Vector<TY, kVector> dy[decltype(at_once)::value];
-                  Vector<T, kVector> x[decltype(at_once)::value];
-                  slab_dY.read(place + i, dy);
-                  slab_X.read(place + i, x);
-                  T* out = dX + offset + int64_t{first + i} * step;
+            const auto write = [&](auto most_at_once, const auto& dZ_of_dY) {
+              for_each_run_of_pixels<kSmaller<
+                  decltype(pixels)::value,
+                  decltype(most_at_once)::value>>(
+                  decltype(pixels)::value, [&](int i, auto at_once) {
+                    Vector<TY, kVector> dy[decltype(at_once)::value];
+                    Vector<T, kVector> x[decltype(at_once)::value];
+                    slab_dY.read(place + i, dy);
+                    slab_X.read(place + i, x);
+                    T* out = dX + offset + int64_t{first + i} * step;
 #pragma unroll
-                  for (int k = 0; k < decltype(at_once)::value; ++k) {
-                    Vector<T, kVector> dx;
-                    again.with(
-                        [&](auto dZ_of) { dx = gradient(dy[k], x[k], dZ_of); });
-                    store(out, dx);
-                    out += step;
-                  }
-                });
+                    for (int k = 0; k < decltype(at_once)::value; ++k) {
+                      Vector<T, kVector> dx;
+                      dZ_of_dY.with([&](auto dZ_of) {
+                        dx = gradient(dy[k], x[k], dZ_of);
+                      });
+                      store(out, dx);
+                      out += step;
+                    }
+                  });
+            };
+            if constexpr (kDifferentiatesAgain) {
+              if (!ring.stays(first)) {
+                return write(Pixels<kAtOnce>(), differentiation);
+              }
+            }
+            write(Pixels<kPixels>(), NoDifferentiation());
           });
     }
     if (!kWholeChip || wave == waves.count) {

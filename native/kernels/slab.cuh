@@ -146,6 +146,13 @@ struct Ring {
     }
   }
 
+  // Whether the batch that starts with pixel `first` is in its place from
+  // read() to write().
+  __device__ bool stays(int first) const {
+    const int batch = first / kPixels;
+    return kKeepsAll || batch < places - kAhead || batch >= batches - kAhead;
+  }
+
   // As the index of its first pixel.
   __device__ int place(int batch, bool from_end) const {
     if constexpr (kKeepsAll) {

@@ -236,8 +236,10 @@ __global__ void __launch_bounds__(
           Vector<T, kVector> x[decltype(pixels)::value];
           load_pixels<Reuse::kKeep>(dY + from, step, dy);
           load_pixels<Reuse::kKeep>(X + from, step, x);
-          differentiation.with(
-              [&](auto dZ_of) { gradients.add(dy, x, mean, dZ_of); });
+          differentiation.with([&](auto dZ_of) {
+            Acc dZ[decltype(pixels)::value][kVector]; // not kept
+            gradients.add(dy, x, mean, dZ_of, dZ);
+          });
         });
     gradients.finish(rstd, of_thread);
   }

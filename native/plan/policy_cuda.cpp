@@ -120,9 +120,10 @@ constexpr double kClusterBarrier = 280;
 // And backward a second launch, where a cluster has not all samples.
 constexpr double kParameterGradients = 1790;
 
-// An activation, by the elements of a multiprocessor. Where clusters keep them
-// there are enough blocks to hide most of it, if they are of enough threads.
-constexpr ByDirection kActivation{0.03, 0.0592};
+// An activation, each time that it is evaluated, by the elements of a
+// multiprocessor. Where clusters keep them there are enough blocks to hide most
+// of it, if they are of enough threads.
+constexpr double kActivation = 0.03;
 constexpr ByDirection kResidentActivation{0.01, 0.022};
 constexpr double kLostActivationThreads = 400;
 
@@ -481,9 +482,10 @@ Candidate cooperative_candidate(
   const int64_t waves = ceil_div(problem.N, samples);
   plan.bytes_ahead = waves > 1 ? bytes_ahead(device) : 0;
   const double all = bytes_read(problem, plan);
-  const double again = all *
-      (static_cast<double>(read_again) - kCachedGain * plan.pixels_cached) /
-      static_cast<double>(pixels_of_thread(plan));
+  const auto of_thread = static_cast<double>(pixels_of_thread(plan));
+  const auto pixels_again = static_cast<double>(read_again);
+  const double again =
+      all * (pixels_again - kCachedGain * plan.pixels_cached) / of_thread;
   const double uneven =
       tiles > 1 && narrowness(problem) > 1 ? kNarrowSlices : 1;
   result.nanoseconds = of(kCooperativeCall, problem) +
@@ -494,8 +496,10 @@ Candidate cooperative_candidate(
            (all + again + bytes_written(problem, plan)) /
                of(kCooperativeBytesPerNs, problem));
   if (problem.is_fused()) {
+    // Backward, what is read again is differentiated again.
+    const double evaluations = forward ? 1 : 1 + pixels_again / of_thread;
     result.nanoseconds +=
-        waves * of(kActivation, problem) * elements_of_block(plan);
+        waves * evaluations * kActivation * elements_of_block(plan);
   }
   return result;
 }
@@ -535,7 +539,8 @@ double two_pass_nanoseconds(const Problem& problem, const Device& device) {
       (is_narrow(problem) ? kNarrowTwoPass : 1) * static_cast<double>(bytes) /
           (kTwoPassBytesPerNs * device.sm_count);
   if (problem.is_fused()) {
-    result += of(kActivation, problem) * static_cast<double>(problem.numel()) /
+    const int evaluations = problem.direction == Direction::kForward ? 1 : 2;
+    result += kActivation * evaluations * static_cast<double>(problem.numel()) /
         device.sm_count;
   }
   return result;
