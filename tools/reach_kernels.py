@@ -4,8 +4,9 @@
 
 Every dtype and mix of dtypes goes through every scheme and cluster size, forward and backward, as
 aten's operators (or as autocast's, which writes float) and with the activations in turn, of X
-and of a sum, with vectors of every width, some gradients left out, and dY in another layout. It
-fails if a scheme was not reached for some dtype, or if a result holds a NaN.
+and of a sum, with vectors of every width, some gradients left out, and dY in another layout; the
+whole chip also gets more than it keeps. It fails if a scheme was not reached for some dtype, or if
+a result holds a NaN.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ CASES = (
     shapes.Case("odd", (3, 9, 7, 11), 3),
     shapes.Case("many_tiles", (2, 1040, 7, 5), 26),
 )
+# What the whole chip cannot keep, and copies to shared memory again.
+LARGER = shapes.Case("larger_than_chip", (6, 48, 251, 257), 8)
 # (scheme, blocks of a cluster or samples of a wave, threads), as tests/test_schemes.py has them.
 PINS = (
     *(("registers", 0, threads) for threads in (64, 160, 640)),
@@ -38,6 +41,7 @@ PINS = (
     *(("cooperative", samples, 0) for samples in (0, 1, 2)),
     ("two_pass", 0, 0),
 )
+RUNS = (*itertools.product(CASES, PINS), (LARGER, ("cooperative", 0, 0)))
 # Of X, of gamma and beta, of Y and dY; None: of X.
 DTYPES = (
     (torch.float32, None, None),
@@ -92,7 +96,7 @@ def main() -> int:
     activations = itertools.cycle(reference.ACTIVATIONS[1:])
     for dtypes in DTYPES:
         reached = set()
-        for case, (scheme, splits, threads) in itertools.product(CASES, PINS):
+        for case, (scheme, splits, threads) in RUNS:
             torch.ops.gn_override.pin_plans(scheme, 0, splits, threads)
             for activation in ("identity", next(activations)):
                 inputs = reference.make_inputs(case, "cuda", *dtypes, dY_layout=next(layouts))
