@@ -301,6 +301,9 @@ EMPTY_CASES: tuple[Case, ...] = (
 # More elements than a 32-bit index holds; only on a GPU with the memory for it.
 LARGE_CASES: tuple[Case, ...] = (Case("past_2_31", (1, 128, 16128, 1200), 32, "bfloat16"),)
 
+# X alone is more than the multiprocessors of an H200 can keep, in every dtype.
+LARGER_THAN_CHIP = Case("larger_than_chip", (6, 48, 251, 257), 8)
+
 
 def cpu_subset(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     """The cases of a table that fit the CPU suite."""

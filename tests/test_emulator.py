@@ -319,14 +319,19 @@ def test_more_parts_than_a_warp_adds_up(emulator, dtypes):
     assert_parity(run_twice(emulator, inputs, Pin("two_pass"), multiprocessors=132), inputs)
 
 
+def assert_read_again(plans):
+    """Threads do not keep all of their pixels."""
+    for plan in plans:
+        number = numbers(plan)
+        assert number["pixels_kept"] * number["rows"] < number["pixels_per_split"], plan
+
+
 @pytest.mark.parametrize("samples", [0, 1])
 @pytest.mark.parametrize("name", ["float", "bfloat16", "half to float"])
 def test_more_than_the_chip_keeps(emulator, name, samples):
     inputs = make_inputs(LARGE, "cpu", *MIXED[name])
     results, plans = emulator(inputs, Pin("cooperative", samples))
-    for plan in plans:
-        number = numbers(plan)
-        assert number["pixels_kept"] * number["rows"] < number["pixels_per_split"], plan
+    assert_read_again(plans)
     assert_parity(results, inputs)
 
 
@@ -336,9 +341,7 @@ def test_activation_of_more_than_the_chip_keeps(emulator, dtypes, activation):
     """dZ stays where its pixel does; of the others it is computed again."""
     inputs = away_from_kink(make_inputs(LARGE, "cpu", *dtypes), activation)
     results, plans = emulator(inputs, Pin("cooperative"), activation=activation)
-    for plan in plans:
-        number = numbers(plan)
-        assert number["pixels_kept"] * number["rows"] < number["pixels_per_split"], plan
+    assert_read_again(plans)
     assert_fused_parity(results, inputs, activation)
 
 

@@ -21,7 +21,7 @@ from reference import (
     make_inputs,
     native,
 )
-from shapes import Case
+from shapes import LARGER_THAN_CHIP, Case
 
 import gn_override  # noqa: F401  (loads the extension)
 
@@ -38,7 +38,7 @@ CASES = (
     Case("few_pixels", (2, 512, 4, 3), 16),  # some threads have none
     # What does not fit stays in the L2 cache as far as it goes: copies of 16, of 8 or 4, and of 4
     # bytes with a cache policy.
-    Case("larger_than_chip", (6, 48, 251, 257), 8),
+    LARGER_THAN_CHIP,
     Case("larger_than_chip_pairs", (6, 46, 251, 257), 23),
     Case("larger_than_chip_odd", (6, 33, 251, 257), 3),
 )

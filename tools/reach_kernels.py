@@ -32,8 +32,6 @@ CASES = (
     shapes.Case("odd", (3, 9, 7, 11), 3),
     shapes.Case("many_tiles", (2, 1040, 7, 5), 26),
 )
-# What the whole chip cannot keep, and copies to shared memory again.
-LARGER = shapes.Case("larger_than_chip", (6, 48, 251, 257), 8)
 # (scheme, blocks of a cluster or samples of a wave, threads), as tests/test_schemes.py has them.
 PINS = (
     *(("registers", 0, threads) for threads in (64, 160, 640)),
@@ -41,7 +39,7 @@ PINS = (
     *(("cooperative", samples, 0) for samples in (0, 1, 2)),
     ("two_pass", 0, 0),
 )
-RUNS = (*itertools.product(CASES, PINS), (LARGER, ("cooperative", 0, 0)))
+RUNS = (*itertools.product(CASES, PINS), (shapes.LARGER_THAN_CHIP, ("cooperative", 0, 0)))
 # Of X, of gamma and beta, of Y and dY; None: of X.
 DTYPES = (
     (torch.float32, None, None),

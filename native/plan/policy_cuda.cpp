@@ -121,8 +121,8 @@ constexpr double kClusterBarrier = 280;
 constexpr double kParameterGradients = 1790;
 
 // An activation, each time that it is evaluated, by the elements of a
-// multiprocessor. Where clusters keep them there are enough blocks to hide most
-// of it, if they are of enough threads.
+// multiprocessor. Clusters evaluate it once: by direction, since there are
+// enough blocks to hide most of it, if they are of enough threads.
 constexpr double kActivation = 0.03;
 constexpr ByDirection kResidentActivation{0.01, 0.022};
 constexpr double kLostActivationThreads = 400;
