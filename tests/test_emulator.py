@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reference import (
     ACTIVATIONS,
     ALL,
@@ -390,6 +391,23 @@ def test_activation(emulator, dtypes, pin, activation):
     inputs = away_from_kink(make_inputs(small_case(pin), "cpu", *dtypes), activation)
     results = run_twice(emulator, inputs, pin, activation=activation)
     assert_fused_parity(results, inputs, activation)
+
+
+@pytest.mark.parametrize("far", [(-30, -30, -30, -30, -8, 3), (-60, 0), (-100,), (2e38,)], ids=str)
+@pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
+def test_silu_far_below_zero(emulator, pin, far):
+    """Neighbours share reciprocals, but no errors, and nothing that is not a number."""
+    inputs = make_inputs(small_case(pin), "cpu", torch.bfloat16)
+    C = inputs.sizes[1]
+    inputs.gamma.fill_(1)
+    inputs.beta.copy_(torch.tensor(far).repeat(C)[:C])
+    inputs.beta[C // 2] = float("nan")
+    results, _ = emulator(inputs, pin, activation="silu")
+    operands = (operand.double() for operand in (inputs.gamma, inputs.beta))
+    Z = F.group_norm(inputs.X.double(), inputs.groups, *operands, inputs.eps)
+    torch.testing.assert_close(
+        results.Y.double(), F.silu(Z), rtol=2**-7, atol=1e-37, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("pin", [pin for pin in PINS if pin.scheme != "two_pass"], ids=str)

@@ -23,11 +23,13 @@
 
 namespace gn_override {
 
+constexpr float kLog2OfE = 1.44269504f;
+
 // e^x
 template <typename T>
 __device__ __forceinline__ Accumulator<T> exponential(Accumulator<T> x) {
   if constexpr (sizeof(T) == 2) {
-    return approximate_exp2(x * 1.44269504f);
+    return approximate_exp2(x * kLog2OfE);
   } else {
     return ::exp(x);
   }
@@ -42,6 +44,35 @@ __device__ __forceinline__ Accumulator<T> inverse(Accumulator<T> x) {
   } else {
     return result;
   }
+}
+
+// Replaces each x >= 1 by 1 / x. kSharing neighbours, a power of two, share a
+// reciprocal, that of their product. False if one is less than 2^-126 or a NaN:
+// those that share it are wrong.
+template <int kSharing, int n>
+__device__ __forceinline__ bool invert(float (&x)[n]) {
+  bool in_range = true;
+  if constexpr (kSharing == 1 || n == 1) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      x[i] = reciprocal(x[i]);
+      in_range &= x[i] > 0;
+    }
+  } else {
+    float of_both[n / 2];
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      of_both[i] = x[2 * i] * x[2 * i + 1];
+    }
+    in_range = invert<kSharing / 2>(of_both);
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      const float first = of_both[i] * x[2 * i + 1];
+      x[2 * i + 1] = of_both[i] * x[2 * i];
+      x[2 * i] = first;
+    }
+  }
+  return in_range;
 }
 
 template <typename Acc>
@@ -152,13 +183,48 @@ __device__ __forceinline__ Gate<Accumulator<T>> gate(Accumulator<T> z) {
   }
 }
 
-// A NaN stays one.
+// The special function unit limits how fast a block writes silu in two bytes,
+// and next the number of instructions. So neighbours share a reciprocal; and Z
+// comes in units in which it is the exponent, although what is above 2^128 ln 2
+// is infinite there.
 template <Activation kActivation, typename T>
-__device__ __forceinline__ Accumulator<T> activate(Accumulator<T> z) {
-  if constexpr (kActivation == Activation::kRelu) {
-    return z < 0 ? 0 : z;
+constexpr bool kIsShortSilu =
+    kActivation == Activation::kSilu && sizeof(T) == 2;
+
+template <typename T>
+__device__ __forceinline__ Accumulator<T> unit_of(Activation activation) {
+  return sizeof(T) == 2 && activation == Activation::kSilu ? -kLog2OfE : 1;
+}
+
+// So many do, unless the mean of their Z is below -21.
+constexpr int kNeighbours = 4;
+
+// Replaces each z, which is Z in its unit, by activation(Z). A NaN stays one.
+// False as of invert().
+template <Activation kActivation, typename T, int kSharing, int n, typename Acc>
+__device__ __forceinline__ bool activate(Acc (&z)[n]) {
+  if constexpr (kIsShortSilu<kActivation, T>) {
+    Acc gates[n]; // 1 / of them at first, in that unit
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      gates[i] = kLog2OfE * approximate_exp2(z[i]) + kLog2OfE;
+    }
+    const bool in_range = invert<kSharing>(gates);
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      z[i] *= -gates[i];
+    }
+    return in_range;
   } else {
-    return z * gate<kActivation, T>(z).value;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      if constexpr (kActivation == Activation::kRelu) {
+        z[i] = z[i] < 0 ? 0 : z[i];
+      } else {
+        z[i] *= gate<kActivation, T>(z[i]).value;
+      }
+    }
+    return true;
   }
 }
 

@@ -282,6 +282,9 @@ struct Normalization {
   }
 
   __device__ void set(int j, Acc gamma, Acc beta, const Moments<Acc>& moment) {
+    const Acc unit = kFused ? unit_of<TY>(activation) : 1; // kFused alone
+    gamma *= unit; // kFused alone
+    beta *= unit; // kFused alone
     mean[j] = moment.mean;
     scale[j] = gamma * moment.second;
     shift[j] = beta - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
@@ -296,30 +299,67 @@ struct Normalization {
     }
   }
 
-  // Calls f(normalized) with normalized(X's vector), which is Y's: once for
-  // several, as activations are branches.
-  template <typename F>
-  __device__ void with(F f) const {
-    if constexpr (kFused) {
-      with_activation(activation, [&]<Activation kActivation>() {
-        f([&](const auto& x) { return map<kActivation>(x); });
+  // Writes Y of those of a thread's pixels whose i rows < pixels: the first at
+  // Y, the others each `step` farther. Pixel: a vector, or its bytes.
+  template <typename Pixel, int kPixels>
+  __device__ void write(
+      const Pixel (&pixel)[kPixels],
+      const T* X, // kFused alone
+      TY* Y,
+      int64_t step,
+      int pixels = kPixels,
+      int rows = 1) const {
+    const auto write_all = [&](auto map) {
+#pragma unroll
+      for (int i = 0; i < kPixels; ++i) {
+        if (i * rows < pixels) {
+          store(Y + i * step, map(unpack<T, kVector>(pixel[i])));
+        }
+      }
+    };
+    if constexpr (!kFused) {
+      write_all([&](const auto& x) {
+        Acc y[kVector];
+        normalize(x, y);
+        return narrow_all<TY, kVector>(y);
       });
-    } else {
-      f([&](const auto& x) { return map<Activation::kIdentity>(x); });
+    } else { // once for all pixels, as activations are branches
+      with_activation(activation, [&]<Activation kActivation>() {
+        bool in_range = true;
+        write_all([&](const auto& x) {
+          return map<kActivation, kNeighbours>(x, in_range);
+        });
+        if constexpr (kIsShortSilu<kActivation, TY>) {
+          if (!in_range) { // seldom: what was read above need not be kept
+#pragma unroll 1
+            for (int i = 0; i * rows < pixels; ++i) {
+              Vector<T, kVector> x[1];
+              load_pixels<Reuse::kStream>(X + i * step, step, x);
+              store(Y + i * step, map<kActivation, 1>(x[0], in_range));
+            }
+          }
+        }
+      });
     }
   }
 
-  template <Activation kActivation>
-  __device__ Vector<TY, kVector> map(const Vector<T, kVector>& x) const {
-    Acc y[kVector];
+ private:
+  __device__ void normalize(const Vector<T, kVector>& x, Acc (&z)[kVector])
+      const {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc centred = kFoldsMean<TY> ? x[j] : x[j] - mean[j];
-      y[j] = centred * scale[j] + shift[j];
-      if constexpr (kActivation != Activation::kIdentity) {
-        y[j] = activate<kActivation, TY>(y[j]);
-      }
+      z[j] = centred * scale[j] + shift[j];
     }
+  }
+
+  template <Activation kActivation, int kSharing>
+  __device__ Vector<TY, kVector> map(
+      const Vector<T, kVector>& x,
+      bool& in_range) const {
+    Acc y[kVector];
+    normalize(x, y);
+    in_range &= activate<kActivation, TY, kSharing>(y);
     return narrow_all<TY, kVector>(y);
   }
 };

@@ -61,15 +61,6 @@ struct PlaceInGroup {
   }
 };
 
-// A vector as it stands in memory: nothing waits for its load before this.
-template <typename T, int kVector>
-__device__ __forceinline__ Vector<T, kVector> unpack(uint4 word) {
-  Vector<T, kVector> result;
-  static_assert(sizeof(result) == sizeof(word));
-  memcpy(&result, &word, sizeof(word));
-  return result;
-}
-
 // A thread's pixels of one operand; in place of those that do not exist the
 // first one, or another thread's: a branch would wait for the one before.
 template <typename T, int kPixels>
@@ -276,14 +267,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads) registers_forward_kernel(
   if constexpr (kFused) {
     normalization.move(unpack<T, kVector>(own_added));
   }
-  normalization.with([&](auto normalized) {
-#pragma unroll
-    for (int i = 0; i < kPixels; ++i) {
-      if (i * tiling.rows < at.pixels) {
-        store(Y + offset + i * step, normalized(unpack<T, kVector>(x[i])));
-      }
-    }
-  });
+  normalization.write(x, X + offset, Y + offset, step, at.pixels, tiling.rows);
   if (threadIdx.x == 0) {
     mean_out[blockIdx.x] = narrow<Statistic<T, kFused>>(of_group.mean);
     rstd_out[blockIdx.x] = narrow<Statistic<T, kFused>>(of_group.second);

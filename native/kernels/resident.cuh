@@ -383,14 +383,8 @@ __global__ void __launch_bounds__(
           [&](int first, int place, auto pixels) {
             Vector<T, kVector> pixel[decltype(pixels)::value];
             slab.read(place, pixel);
-            TY* out = Y + offset + int64_t{first} * step;
-            normalization.with([&](auto normalized) {
-#pragma unroll
-              for (int i = 0; i < decltype(pixels)::value; ++i) {
-                store(out, normalized(pixel[i]));
-                out += step;
-              }
-            });
+            const int64_t from = offset + int64_t{first} * step;
+            normalization.write(pixel, X + from, Y + from, step);
           });
     }
     if (!kWholeChip || wave == waves.count) {

@@ -160,14 +160,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const int64_t from = offset + first * step;
         Vector<T, kVector> pixel[kPixels];
         load_pixels<Reuse::kStream>(X + from, step, pixel);
-        TY* out = Y + from;
-        normalization.with([&](auto normalized) {
-#pragma unroll
-          for (int i = 0; i < kPixels; ++i) {
-            store(out, normalized(pixel[i]));
-            out += step;
-          }
-        });
+        normalization.write(pixel, X + from, Y + from, step);
       });
 }
 

@@ -217,6 +217,21 @@ __device__ __forceinline__ void store(
   __stcs(reinterpret_cast<W*>(address), word);
 }
 
+// A vector as it stands in memory: nothing waits for its load before this.
+template <typename T, int kVector>
+__device__ __forceinline__ Vector<T, kVector> unpack(uint4 word) {
+  Vector<T, kVector> result;
+  static_assert(sizeof(result) == sizeof(word));
+  memcpy(&result, &word, sizeof(word));
+  return result;
+}
+
+template <typename T, int kVector>
+__device__ __forceinline__ Vector<T, kVector> unpack(
+    const Vector<T, kVector>& vector) {
+  return vector;
+}
+
 // Rounds kVector accumulators; pairs of halves take one instruction.
 template <typename T, int kVector>
 __device__ __forceinline__ Vector<T, kVector> narrow_all(
