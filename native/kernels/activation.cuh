@@ -183,10 +183,10 @@ __device__ __forceinline__ Gate<Accumulator<T>> gate(Accumulator<T> z) {
   }
 }
 
-// The special function unit limits how fast a block writes silu in two bytes,
-// and next the number of instructions. So neighbours share a reciprocal; and Z
-// comes in units in which it is the exponent, although what is above 2^128 ln 2
-// is infinite there.
+// silu in two bytes: the number of instructions limits how fast blocks write
+// it, or the special function unit, where all blocks do so at once. So Z comes
+// in units in which it is the exponent, although what is above 2^128 ln 2 is
+// infinite there; and neighbours may share a reciprocal.
 template <Activation kActivation, typename T>
 constexpr bool kIsShortSilu =
     kActivation == Activation::kSilu && sizeof(T) == 2;
@@ -196,7 +196,7 @@ __device__ __forceinline__ Accumulator<T> unit_of(Activation activation) {
   return sizeof(T) == 2 && activation == Activation::kSilu ? -kLog2OfE : 1;
 }
 
-// So many do, unless the mean of their Z is below -21.
+// Of blocks of the whole chip so many do, unless their mean Z is below -21.
 constexpr int kNeighbours = 4;
 
 // Replaces each z, which is Z in its unit, by activation(Z). A NaN stays one.

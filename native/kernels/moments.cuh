@@ -242,8 +242,8 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
 }
 
 // Y = (X - mean) * rstd * gamma + beta for a thread's channels.
-// kFused: an activation of that.
-template <typename T, typename TY, int kVector, bool kFused>
+// kFused: an activation of that; kSharing: see invert().
+template <typename T, typename TY, int kVector, bool kFused, int kSharing = 1>
 struct Normalization {
   using Acc = Accumulator<T>;
   Activation activation; // kFused alone
@@ -327,9 +327,9 @@ struct Normalization {
       with_activation(activation, [&]<Activation kActivation>() {
         bool in_range = true;
         write_all([&](const auto& x) {
-          return map<kActivation, kNeighbours>(x, in_range);
+          return map<kActivation, kSharing>(x, in_range);
         });
-        if constexpr (kIsShortSilu<kActivation, TY>) {
+        if constexpr (kSharing > 1 && kIsShortSilu<kActivation, TY>) {
           if (!in_range) { // seldom: what was read above need not be kept
 #pragma unroll 1
             for (int i = 0; i * rows < pixels; ++i) {
@@ -353,13 +353,13 @@ struct Normalization {
     }
   }
 
-  template <Activation kActivation, int kSharing>
+  template <Activation kActivation, int kShared>
   __device__ Vector<TY, kVector> map(
       const Vector<T, kVector>& x,
       bool& in_range) const {
     Acc y[kVector];
     normalize(x, y);
-    in_range &= activate<kActivation, TY, kSharing>(y);
+    in_range &= activate<kActivation, TY, kShared>(y);
     return narrow_all<TY, kVector>(y);
   }
 };

@@ -367,7 +367,8 @@ __global__ void __launch_bounds__(
         at.n + waves.samples.divisor() < shape.N;
 
     if (at.active && exists) {
-      Normalization<T, TY, kVector, kFused> normalization(
+      constexpr int kSharing = kWholeChip ? kNeighbours : 1; // kFused alone
+      Normalization<T, TY, kVector, kFused, kSharing> normalization(
           shape, at.channel, activation, weight, bias, [&](int group) {
             return total[group - item.first_group];
           });
