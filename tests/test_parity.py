@@ -248,6 +248,14 @@ def test_mean_of_folded_rows(instruction_set):
         assert_parity(native(inputs), inputs, only=("mean",))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float", "double"])
+def test_means_of_many_single_channels(device, dtype):
+    """The worst of a thousand, where no other channel of the group evens a channel's error out."""
+    inputs = make_inputs(Case("channels", (64, 16, 511), 16), device, dtype)
+    inputs.X += 3
+    assert_parity(native(inputs), inputs)
+
+
 @few_cases
 @all_dtypes
 @pytest.mark.parametrize("affine", ["none", "weight", "bias"])

@@ -1,6 +1,7 @@
 // Where a CPU shape goes. First match wins; the last row is aten.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numeric>
 
 #include "native/plan/policy.h"
@@ -29,10 +30,15 @@ constexpr int64_t kChunkBytes = 256 << 10;
 constexpr int64_t kLeastChunks = 64;
 
 // Rows of a chunk. With fewer, the chunk's own sums (two arrays of a row's
-// length, merged in double) weigh as much as its rows; above the most, rounding
-// of the running sums in float, one a row block, begins to show.
+// length, merged in double) weigh as much as its rows.
 constexpr int64_t kLeastRows = 16;
+
+// Rows of a chunk at most, and their square for each element of a group: above,
+// rounding of the running mean, one a block of rows, begins to show. It grows
+// with the root of a chunk's rows, and averages out over a group's chunks and
+// channels.
 constexpr int64_t kMostRows = 512;
+constexpr int64_t kMostSquaredRows = 16;
 
 // Elements of a chunk. With fewer, as of few channels, a chunk costs more than
 // its rows, by its calls and by the merge (1x2x64x64 would be 64 chunks of
@@ -84,11 +90,16 @@ std::optional<Plan> plan_channels_last(
   plan.fold = static_cast<int>(fold);
 
   const int64_t row_bytes = problem.C * size_of(problem.dtype);
+  const auto accurate_rows = static_cast<int64_t>(std::sqrt(
+      static_cast<double>(kMostSquaredRows * problem.D() * problem.HxW)));
+  const int64_t accurate = std::min(kMostRows, accurate_rows) * fold;
   const int64_t least = problem.bytes() > kLargeBytes
       ? kLeastChannelBytes / std::min<int64_t>(size_of(problem.dtype), 4)
-      : std::max(kLeastRows, ceil_div(kLeastElements, problem.C));
+      : std::min(
+            std::max(kLeastRows, ceil_div(kLeastElements, problem.C)),
+            accurate);
   const int64_t most =
-      std::max(least, std::min(kChunkBytes / row_bytes, kMostRows * fold));
+      std::max(least, std::min(kChunkBytes / row_bytes, accurate));
   const int64_t wanted =
       ceil_div(problem.HxW, ceil_div(kLeastChunks, problem.N));
   const int64_t rows = std::clamp(wanted, least, most);
