@@ -83,7 +83,8 @@ def install() -> torch.library.Library:
     else:
         sys.meta_path.insert(0, _Hook())
     library = torch.library.Library("gn_override", "IMPL")
-    library.impl("traces_for_elsewhere", traces_for_elsewhere, "CompositeImplicitAutograd")
+    for question in (traces_for_elsewhere, traces_alone):
+        library.impl(question.__name__, question, "CompositeImplicitAutograd")
     os.register_at_fork(after_in_child=_forked)
     return library
 
@@ -116,6 +117,14 @@ def traces_for_elsewhere() -> bool:
         return True
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and dynamo.config.caching_precompile
+
+
+def traces_alone() -> bool:
+    """Whether make_fx or AOTAutograd traces without torch.compile: for whom, nobody knows."""
+    keys = torch._C._TorchDispatchModeKey
+    return torch._guards.TracingContext.try_get() is None and any(
+        torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL)
+    )
 
 
 def leaves_calls() -> bool:

@@ -7,6 +7,7 @@ stock's up to rounding, and the call has to reach our kernels, in the layout it 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import aot_function, make_boxed_compiler
 from processes import run_python
 from reference import (
     ATEN,
@@ -779,6 +781,39 @@ def test_make_fx(device: str, mode: str) -> None:
     assert taken(device) == (1, 1)
     torch.testing.assert_close(actual, step(*tensors))
     assert is_channels_last(actual[0]) and is_channels_last(actual[1])
+
+
+STRIDED = {
+    "tokens": lambda: torch.randn(2, 5, 8).transpose(1, 2),
+    "image": lambda: torch.randn(5, 7, 8).permute(2, 0, 1).unsqueeze(0),
+    "slice": lambda: lay_out(torch.randn(2, 9, 5, 7), "channels_last")[:, 1:],
+}
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic", "aot_function"])
+@pytest.mark.parametrize("layout", STRIDED)
+def test_traced_graphs_run_without_the_override(
+    device: str, layout: str, mode: str, record: bool
+) -> None:
+    """They copy what stock's kernels do not take."""
+    X = STRIDED[layout]().to(device).requires_grad_(record)
+
+    def step(X: Tensor) -> tuple[Tensor, ...]:
+        Y = group_norm(X)
+        return (Y, *torch.autograd.grad(Y.cos().sum(), X)) if record else (Y,)
+
+    group_norm = functools.partial(F.group_norm, num_groups=4)
+    expected = step(X)
+    if mode == "aot_function":
+        group_norm = aot_function(group_norm, make_boxed_compiler(lambda graph, inputs: graph))
+        graph = step
+        graph(X)
+    else:
+        graph = make_fx(step, tracing_mode=mode)(X)
+    for scope in (contextlib.nullcontext, gn_override.disabled):
+        with scope():
+            torch.testing.assert_close(graph(X), expected)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -13,6 +13,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/group_norm_native.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
@@ -68,13 +69,17 @@ bool inside_dual_level() {
 }
 
 // Whether a program is traced that may run without this package: layouts are
-// stock's there (gn_override/_inductor.py).
+// stock's there (gn_override/_inductor.py). Where its caller may switch to
+// stock later, only those are that stock's kernels do not take.
 bool traces_for_elsewhere(const Tensor& X) {
-  if (!X.key_set().has(c10::DispatchKey::Python)) {
+  if (!X.key_set().has(c10::DispatchKey::Python) &&
+      !c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     return false;
   }
-  static const PythonQuestion ask("gn_override::traces_for_elsewhere");
-  return ask();
+  static const PythonQuestion for_elsewhere(
+      "gn_override::traces_for_elsewhere");
+  static const PythonQuestion alone("gn_override::traces_alone");
+  return for_elsewhere() || (alone() && !X.is_contiguous(stock_format(X)));
 }
 
 struct ChannelsLastNorm : torch::autograd::Function<ChannelsLastNorm> {

@@ -290,6 +290,7 @@ TORCH_LIBRARY(gn_override, m) {
   m.def("build_info() -> str", build_info);
   m.def("may_take_whole_chip() -> bool"); // implemented in Python
   m.def("traces_for_elsewhere() -> bool"); // likewise
+  m.def("traces_alone() -> bool"); // likewise
   m.def(
       "set_cpu_instruction_set(str name) -> bool", set_cpu_instruction_set_op);
 #if GN_OVERRIDE_WITH_CUDA
