@@ -10,8 +10,11 @@ This module loads Inductor's base class of passes; it is imported where Inductor
 
 from __future__ import annotations
 
+import itertools
 import operator
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,11 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from gn_override import _activations, _calls, _meta
 
 _Pass = Callable[[Graph], None]
+_Aliases = dict[int, list[Node]]
 
 _NORMS = (F.group_norm, torch.group_norm)
 _FUSED = torch.ops.gn_override.group_norm_act.default
@@ -44,8 +49,9 @@ class FuseActivations(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for custom_pass in self._passes():
             custom_pass(graph)
-        if self.active() and not _is_watched(graph):
-            _fuse(graph)
+        modules = _around(graph)
+        if self.active() and not _needs_pytorchs(modules):
+            _fuse(graph, _aliases(modules[-1]))
 
     def __deepcopy__(self, memo: Any) -> FuseActivations:
         return self  # each thread that reads the setting gets a copy
@@ -66,20 +72,63 @@ class FuseActivations(CustomGraphPass):
         return self.before if isinstance(self.before, (list, tuple)) else (self.before,)
 
 
-def _is_watched(graph: Graph) -> bool:
-    """Whether the graph is checkpointed by a policy, which decides on PyTorch's operators."""
-    module = graph.owning_module
-    return module is not None and "_checkpoint_context_fn" in module.meta
+def _around(graph: Graph) -> list[GraphModule]:
+    """The graph's module and those of the graphs that it is a subgraph of, the innermost first.
+
+    Inductor's passes are at all of them, and are done with the innermost first.
+    """
+    found = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_recursive_pre_grad_passes":
+            found.append(frame.f_locals["gm"])
+        frame = frame.f_back
+    return found or [graph.owning_module]
 
 
-def _fuse(graph: Graph) -> None:
+def _needs_pytorchs(modules: Sequence[GraphModule]) -> bool:
+    """Whether PyTorch's operators are needed as they are: where a graph, or one around it, is
+    checkpointed by a policy, which decides on them, or is what `scan` repeats. Its backward stacks
+    what was saved, in another layout, and asks for gradients in the first one; PyTorch's norm is
+    then decomposed, ours could not be.
+    """
+    return any("_checkpoint_context_fn" in module.meta for module in modules) or any(
+        _scans(outer, inner) for inner, outer in itertools.pairwise(modules)
+    )
+
+
+def _scans(outer: GraphModule, inner: GraphModule) -> bool:
+    return any(
+        getattr(outer, node.target, None) is inner
+        for scan in outer.graph.nodes
+        if str(scan.target) == "scan"
+        for node in scan.all_input_nodes
+        if node.op == "get_attr"
+    )
+
+
+def _aliases(program: GraphModule) -> _Aliases:
+    """Which nodes of a program and of its subgraphs return a tensor of a storage."""
+    found: _Aliases = {}
+    for module in program.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            for storage in _storages(_value(node)):
+                found.setdefault(storage, []).append(node)
+    return found
+
+
+def _fuse(graph: Graph, aliases: _Aliases) -> None:
     for norm in list(graph.nodes):
         if norm.op != "call_function" or norm.target not in _NORMS:
             continue
         arguments = _arguments(*norm.args, **norm.kwargs)
         out_dtype = _autocast_dtype(norm, arguments[0], *arguments[2:4])
         activation, name = _activation(norm)
-        if (name == "identity" and out_dtype is None) or not _taken(norm, out_dtype, *arguments):
+        if (
+            (name == "identity" and out_dtype is None)
+            or not _taken(norm, out_dtype, *arguments)
+            or _changes(arguments[3], aliases)
+        ):
             continue
         with graph.inserting_before(norm):
             fused = graph.call_function(_FUSED, (*arguments, name, out_dtype))
@@ -152,22 +201,47 @@ def _taken(
     known = known and _is_plain(_value(norm))  # of plain operands too a transform makes its own
     for argument, value in ((weight, gamma), (bias, beta)):
         known = known and (argument is None or _is_plain(value))
-    if not known or _changes(bias, beta):
+    if not known:
         return False
     if out_dtype == torch.float32:  # autocast casts them
         gamma, beta = (t if t is None else t.float() for t in (gamma, beta))
     return _meta.takes_act(X, num_groups, gamma, beta, out_dtype)
 
 
-def _changes(argument: Any, bias: Tensor | None) -> bool:
+def _changes(bias: Any, aliases: _Aliases) -> bool:
     """Whether the program may change the bias in place, as Dynamo has run it on fake tensors.
 
     PyTorch's own norm lets it, before backward as well; ours, with an activation, keeps the bias.
-    A change of its `.data` has no version: so of what has another use than as an operand of norms.
+    A change of its `.data` has no version: so of what has another use than as an operand of norms,
+    or shares its memory with what has another than to be read.
     """
-    if bias is None or bias.is_inference():
+    beta = _value(bias)
+    if beta is None or beta.is_inference():
         return False
-    return bias._version > 0 or any(user.target not in (*_NORMS, _FUSED) for user in argument.users)
+    if beta._version > 0 or any(user.target not in (*_NORMS, _FUSED) for user in bias.users):
+        return True
+    (storage,) = _storages(beta)
+    made_here = {node for node in aliases[storage] if node.op.startswith("call")} - {bias}
+    users = {user for node in aliases[storage] for user in node.users if user.target != _FUSED}
+    return any(not _converts(node) for node in made_here) or any(
+        not (_reads(user, storage) or _converts(user)) for user in users
+    )
+
+
+def _converts(node: Node) -> bool:
+    """Whether a node returns its operand itself only where that has a certain type or layout."""
+    return node.op == "call_method" and node.target in ("to", "float", "contiguous")
+
+
+def _reads(node: Node, storage: int) -> bool:
+    """Whether a node at most reads a storage: it returns something, and nothing of the storage."""
+    value = _value(node)
+    return value is not None and storage not in _storages(value)
+
+
+def _storages(value: Any) -> set[int]:
+    """Whose memory the plain tensors of a value are."""
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if _is_plain(leaf)}
 
 
 def _is_plain(value: Any) -> bool:
