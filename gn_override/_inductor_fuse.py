@@ -50,7 +50,7 @@ class FuseActivations(CustomGraphPass):
         for custom_pass in self._passes():
             custom_pass(graph)
         modules = _around(graph)
-        if self.active() and not _needs_pytorchs(modules):
+        if self.active() and modules and not _needs_pytorchs(modules):
             _fuse(graph, _aliases(modules[-1]))
 
     def __deepcopy__(self, memo: Any) -> FuseActivations:
@@ -75,7 +75,8 @@ class FuseActivations(CustomGraphPass):
 def _around(graph: Graph) -> list[GraphModule]:
     """The graph's module and those of the graphs that it is a subgraph of, the innermost first.
 
-    Inductor's passes are at all of them, and are done with the innermost first.
+    Inductor's passes are at all of them, and are done with the innermost first. Called by others,
+    with a graph that is no module's, there is none.
     """
     found = []
     frame: FrameType | None = sys._getframe()
@@ -83,7 +84,8 @@ def _around(graph: Graph) -> list[GraphModule]:
         if frame.f_code.co_name == "_recursive_pre_grad_passes":
             found.append(frame.f_locals["gm"])
         frame = frame.f_back
-    return found or [graph.owning_module]
+    own: GraphModule | None = graph.owning_module
+    return found or ([] if own is None else [own])
 
 
 def _needs_pytorchs(modules: Sequence[GraphModule]) -> bool:
