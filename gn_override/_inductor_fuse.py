@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,7 +51,7 @@ class FuseActivations(CustomGraphPass):
             custom_pass(graph)
         modules = _around(graph)
         if self.active() and modules and not _needs_pytorchs(modules):
-            _fuse(graph, _aliases(modules[-1]))
+            _fuse(graph, modules[-1])
 
     def __deepcopy__(self, memo: Any) -> FuseActivations:
         return self  # each thread that reads the setting gets a copy
@@ -109,20 +109,24 @@ def _scans(outer: GraphModule, inner: GraphModule) -> bool:
     )
 
 
-def _aliases(program: GraphModule) -> _Aliases:
-    """Which nodes of a program and of its subgraphs return a tensor of a storage."""
+def _aliases(graphs: Iterable[Graph]) -> _Aliases:
+    """Which nodes of some graphs return a tensor of a storage."""
     found: _Aliases = {}
-    for module in program.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            for storage in _storages(_value(node)):
-                found.setdefault(storage, []).append(node)
+    for node in itertools.chain.from_iterable(graph.nodes for graph in graphs):
+        for storage in _storages(_value(node)):
+            found.setdefault(storage, []).append(node)
     return found
 
 
-def _fuse(graph: Graph, aliases: _Aliases) -> None:
-    for norm in list(graph.nodes):
-        if norm.op != "call_function" or norm.target not in _NORMS:
-            continue
+def _fuse(graph: Graph, program: GraphModule) -> None:
+    """Fuses in one of a program's graphs."""
+    finds = (graph.find_nodes(op="call_function", target=target) for target in _NORMS)
+    norms = list(itertools.chain.from_iterable(finds))
+    if not norms:
+        return
+    graphs = {module.graph for module in program.modules() if isinstance(module, GraphModule)}
+    aliases = _aliases(graphs | {graph})
+    for norm in norms:
         arguments = _arguments(*norm.args, **norm.kwargs)
         out_dtype = _autocast_dtype(norm, arguments[0], *arguments[2:4])
         activation, name = _activation(norm)
