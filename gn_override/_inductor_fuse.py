@@ -50,8 +50,8 @@ class FuseActivations(CustomGraphPass):
         for custom_pass in self._passes():
             custom_pass(graph)
         modules = _around(graph)
-        if self.active() and modules and not _needs_pytorchs(modules):
-            _fuse(graph, modules[-1])
+        if self.active() and not _needs_pytorchs(modules):
+            _fuse(graph, modules)
 
     def __deepcopy__(self, memo: Any) -> FuseActivations:
         return self  # each thread that reads the setting gets a copy
@@ -118,13 +118,14 @@ def _aliases(graphs: Iterable[Graph]) -> _Aliases:
     return found
 
 
-def _fuse(graph: Graph, program: GraphModule) -> None:
-    """Fuses in one of a program's graphs."""
+def _fuse(graph: Graph, modules: Sequence[GraphModule]) -> None:
+    """Fuses in a graph, given what _around() says of it."""
     finds = (graph.find_nodes(op="call_function", target=target) for target in _NORMS)
     norms = list(itertools.chain.from_iterable(finds))
     if not norms:
         return
-    graphs = {module.graph for module in program.modules() if isinstance(module, GraphModule)}
+    program = modules[-1].modules() if modules else ()
+    graphs = {module.graph for module in program if isinstance(module, GraphModule)}
     aliases = _aliases(graphs | {graph})
     for norm in norms:
         arguments = _arguments(*norm.args, **norm.kwargs)
