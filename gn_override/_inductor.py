@@ -3,9 +3,9 @@
 Inductor decomposes both native ops while a model is traced, so that what is registered in the
 dispatcher is never reached. While the switch is on, its table holds a decomposition that declines
 the calls that our kernels take, which leaves them in the graph, and runs Inductor's own for all
-others (NCHW inputs, say). A lowering of its own keeps such a call's tensors in channels-last: the
-one that Inductor makes up for an operator without a decomposition leaves the layout of a forward
-open and makes that of a backward contiguous.
+others (NCHW inputs, say, and what `scan` repeats in training). A lowering of its own keeps such a
+call's tensors in channels-last: the one that Inductor makes up for an operator without a
+decomposition leaves the layout of a forward open and makes that of a backward contiguous.
 
 A norm and the activation after it become one call before all that: see _inductor_fuse.
 
@@ -130,6 +130,15 @@ def traces_alone() -> bool:
 def leaves_calls() -> bool:
     """Whether it does so in what it compiles now."""
     return is_active() and not traces_for_elsewhere() and not _compiles_in_a_child()
+
+
+def _trains_a_scan() -> bool:
+    """Whether what `scan` repeats is traced with its backward.
+
+    That reads each step's X from a stack, in another layout than the one that the forward saved,
+    and has to return gradients in the first one. Decomposed together, they do.
+    """
+    return any(True for _ in _library.callers("scan_autograd"))
 
 
 def _compiles_in_a_child() -> bool:
@@ -270,7 +279,7 @@ class _Decomposition:
         self.ours = ours
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if leaves_calls() and self.ours(*args, **kwargs):
+        if leaves_calls() and not _trains_a_scan() and self.ours(*args, **kwargs):
             return NotImplemented  # which leaves the call in the graph
         return self.inductors(*args, **kwargs)
 

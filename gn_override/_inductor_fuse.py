@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from gn_override import _activations, _calls, _meta
+from gn_override import _activations, _calls, _library, _meta
 
 _Pass = Callable[[Graph], None]
 _Aliases = dict[int, list[Node]]
@@ -78,12 +76,7 @@ def _around(graph: Graph) -> list[GraphModule]:
     Inductor's passes are at all of them, and are done with the innermost first. Called by others,
     with a graph that is no module's, there is none.
     """
-    found = []
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_recursive_pre_grad_passes":
-            found.append(frame.f_locals["gm"])
-        frame = frame.f_back
+    found = [frame.f_locals["gm"] for frame in _library.callers("_recursive_pre_grad_passes")]
     own: GraphModule | None = graph.owning_module
     return found or ([] if own is None else [own])
 

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -110,6 +110,15 @@ def unseen() -> Iterator[None]:
     """Context manager (or decorator): no mode sees the operators that are called inside."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
+
+
+def callers(name: str) -> Iterator[FrameType]:
+    """The frames of this thread that run a function of that name, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == name:
+            yield frame
+        frame = frame.f_back
 
 
 @contextlib.contextmanager
