@@ -73,6 +73,21 @@ cudaError_t prepare(int& code) {
   return error;
 }
 
+// Whether a launch in the stream may start before the kernel ahead of it ends.
+// In a graph such launches have programmatic edges. Before CUDA 13, PyTorch's
+// allocator asks a graph that is captured for edges in a way that knows none
+// (graph_capture_record_stream_reuse).
+inline bool may_start_early(int code, [[maybe_unused]] cudaStream_t stream) {
+#if CUDART_VERSION < 13000
+  auto capture = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
+      capture != cudaStreamCaptureStatusNone) {
+    return false;
+  }
+#endif
+  return code >= kClusterCode;
+}
+
 template <auto kKernel, typename... Arguments>
 cudaError_t launch_kernel(
     const LaunchShape& shape,
@@ -102,7 +117,7 @@ cudaError_t launch_kernel(
     attribute.val.cooperative = 1;
   }
   // Kernels call wait_for_previous_kernel() (see hardware.cuh).
-  if (code >= kClusterCode) {
+  if (may_start_early(code, stream)) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
