@@ -205,7 +205,8 @@ class Batch {
         plan_.fold,
         problem_.bytes() >= (problem_.direction == Direction::kForward
                                  ? kLeastStreamedY
-                                 : kLeastStreamedDX)};
+                                 : kLeastStreamedDX),
+        plan_.bytes_ahead};
   }
   // The chunk's first element in X, Y, dY or dX.
   template <typename Void>

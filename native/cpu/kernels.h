@@ -13,11 +13,9 @@
 #include <cstdint>
 
 #include "native/plan/problem.h"
+#include "native/plan/rows_cpu.h"
 
 namespace gn_override::cpu {
-
-// Most elements of a folded row: folded sums are on the stack.
-constexpr int64_t kMaxFoldedRow = 4096;
 
 // The rows of one chunk.
 struct Chunk {
@@ -25,6 +23,7 @@ struct Chunk {
   int64_t C;
   int64_t fold; // fold == 1 or fold * C <= kMaxFoldedRow
   bool stream; // write the output past the caches where that is possible
+  int64_t ahead; // bytes: how far ahead of its reads memory is asked for; or 0
 };
 
 // Groups [group_begin, group_end) of one sample, and the partial results of its

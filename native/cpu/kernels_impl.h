@@ -33,29 +33,33 @@ using cpu::Chunk;
 using cpu::Gradient;
 using cpu::Sample;
 
-// Rows at a time: sums keep 8 chains busy; maps also hold the parameters.
-constexpr int kSumRows = 8;
-constexpr int kMapRows = 4;
+static_assert(kLanes<float> <= kMostLanes);
+
+// Rows of a map at a time. Sums take kSumRows, which keeps 8 chains busy; maps
+// also hold the parameters, which pays where an element takes more than a few
+// instructions: an activation, or the conversion from and to two bytes.
+template <typename T, bool kFused>
+constexpr int kMapRows = kFused || sizeof(T) == 2 ? 4 : 1;
 
 // Asks for the memory that the next rows need: column v of R rows of p, as far
-// ahead as the next block of rows and 8 KB at least. The hardware's prefetching
-// stops at each page and follows R rows at once poorly. Into the level-2 cache,
-// since a level-1 cache can wait for too few lines to hide the memory's latency
-// at its rate: where X comes from memory, that is twice as fast as into level
-// 1. In the cache it costs up to a tenth. Past the tensor's end it has no
-// effect.
+// ahead as the next block of rows and `ahead` bytes at least; for nothing where
+// that is 0. The hardware's prefetching stops at each page and follows R rows
+// at once poorly. Into the level-2 cache, since a level-1 cache can wait for
+// too few lines to hide the memory's latency at its rate: where X comes from
+// memory, that is twice as fast as into level 1. Past the tensor's end it has
+// no effect.
 template <int R, typename T>
 __attribute__((always_inline)) inline void
-prefetch(const T* p, int64_t stride, int64_t v) {
+prefetch(const T* p, int64_t stride, int64_t v, int64_t ahead) {
   constexpr int64_t kLine = 64 / sizeof(T);
-  constexpr int64_t kLeast = 8192 / sizeof(T);
-  if (kLanes<T> < kLine && v % kLine != 0) {
-    return; // asked for with the line's first vector
+  if (ahead == 0 || (kLanes<T> < kLine && v % kLine != 0)) {
+    return; // a line is asked for with its first vector
   }
-  const T* ahead = p + (R * stride > kLeast ? R * stride : kLeast) + v;
+  const int64_t least = ahead / static_cast<int64_t>(sizeof(T));
+  const T* next = p + (R * stride > least ? R * stride : least) + v;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    __builtin_prefetch(ahead + r * stride, /*rw=*/0, /*locality=*/2);
+    __builtin_prefetch(next + r * stride, /*rw=*/0, /*locality=*/2);
   }
 }
 
@@ -102,13 +106,14 @@ inline void add_moments(
     const T* X,
     int64_t stride,
     int64_t width,
+    int64_t ahead,
     int64_t rows_before,
     A* mean,
     A* M2) {
   using V = Vector<A>;
   const A inverse = A(1) / static_cast<A>(rows_before + R);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(X, stride, v);
+    prefetch<R>(X, stride, v, ahead);
     V x[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -145,14 +150,19 @@ inline void add_moments(
 
 // rows >= 1 rows of `width` elements, one after the other.
 template <typename T, typename A>
-inline void
-row_moments(const T* X, int64_t rows, int64_t width, A* mean, A* M2) {
+inline void row_moments(
+    const T* X,
+    int64_t rows,
+    int64_t width,
+    int64_t ahead,
+    A* mean,
+    A* M2) {
   for_rows<kSumRows>(0, rows, [&]<int R>(int64_t row) {
     const T* block = X + row * width;
     if (row == 0) {
-      add_moments<R, true>(block, width, width, row, mean, M2);
+      add_moments<R, true>(block, width, width, ahead, row, mean, M2);
     } else {
-      add_moments<R, false>(block, width, width, row, mean, M2);
+      add_moments<R, false>(block, width, width, ahead, row, mean, M2);
     }
   });
 }
@@ -202,16 +212,16 @@ void moments(const void* X_, Chunk chunk, void* mean_, void* M2_) {
   const int64_t fold = chunk.fold;
   const int64_t rows = chunk.rows / fold;
   if (fold == 1 || rows == 0) {
-    row_moments(X, chunk.rows, C, mean, M2);
+    row_moments(X, chunk.rows, C, chunk.ahead, mean, M2);
     repair_moments(X, chunk.rows, C, mean, M2);
     return;
   }
-  A folded_mean[cpu::kMaxFoldedRow];
-  A folded_M2[cpu::kMaxFoldedRow];
+  A folded_mean[kMaxFoldedRow];
+  A folded_M2[kMaxFoldedRow];
   const int64_t left = chunk.rows % fold;
-  row_moments(X, rows, fold * C, folded_mean, folded_M2);
+  row_moments(X, rows, fold * C, chunk.ahead, folded_mean, folded_M2);
   add_moments<1, false>(
-      X + rows * fold * C, 0, left * C, rows, folded_mean, folded_M2);
+      X + rows * fold * C, 0, left * C, 0, rows, folded_mean, folded_M2);
 
   const A inverse = A(1) / static_cast<A>(chunk.rows);
   const A per_copy = A(1) / static_cast<A>(fold);
@@ -266,6 +276,7 @@ inline void normalise_rows(
     T* Y,
     int64_t stride,
     int64_t width,
+    int64_t ahead,
     const Affine& affine) {
   using A = Accumulator<T>;
   using V = Vector<A>;
@@ -273,9 +284,9 @@ inline void normalise_rows(
   const A* scale = as<A>(affine.scale);
   const A* shift = as<A>(affine.shift);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(X, stride, v);
+    prefetch<R>(X, stride, v, ahead);
     if constexpr (!kStream) {
-      prefetch<R>(Y, stride, v);
+      prefetch<R>(Y, stride, v, ahead);
     }
     const V m = load(center + v);
     const V a = load(scale + v);
@@ -301,9 +312,10 @@ void normalise_chunk(const T* X, T* Y, Chunk chunk, const Affine& affine) {
   const int64_t width = chunk.fold * chunk.C;
   const int64_t rows = chunk.rows / chunk.fold;
   const auto run = [&]<bool kStream>() {
-    for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
+    for_rows<kMapRows<T, kFused>>(0, rows, [&]<int R>(int64_t row) {
       const int64_t at = row * width;
-      normalise_rows<R, kStream, kFused>(X + at, Y + at, width, width, affine);
+      normalise_rows<R, kStream, kFused>(
+          X + at, Y + at, width, width, chunk.ahead, affine);
     });
   };
   if (can_stream(chunk, Y, width)) {
@@ -314,7 +326,7 @@ void normalise_chunk(const T* X, T* Y, Chunk chunk, const Affine& affine) {
   }
   const int64_t at = rows * width;
   normalise_rows<1, false, kFused>(
-      X + at, Y + at, 0, chunk.rows * chunk.C - at, affine);
+      X + at, Y + at, 0, chunk.rows * chunk.C - at, 0, affine);
 }
 
 template <typename T>
@@ -383,14 +395,15 @@ inline void add_gradient_sums(
     Kept<T> kept,
     int64_t stride,
     int64_t width,
+    int64_t ahead,
     const Gradient& gradient,
     A* dZ_X,
     A* dZ_1) {
   using V = Vector<A>;
   const A* center = as<A>(gradient.center);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(dY, stride, v);
-    prefetch<R>(X, stride, v);
+    prefetch<R>(dY, stride, v, ahead);
+    prefetch<R>(X, stride, v, ahead);
     const V m = load(center + v);
     V dz[R];
     V x[R]; // centered
@@ -426,6 +439,7 @@ inline void row_gradient_sums(
     Kept<T> kept,
     int64_t rows,
     int64_t width,
+    int64_t ahead,
     const Gradient& gradient,
     A* dZ_X,
     A* dZ_1) {
@@ -433,10 +447,26 @@ inline void row_gradient_sums(
     const int64_t at = row * width;
     if (row == 0) {
       add_gradient_sums<R, true, kFused>(
-          dY + at, X + at, kept + at, width, width, gradient, dZ_X, dZ_1);
+          dY + at,
+          X + at,
+          kept + at,
+          width,
+          width,
+          ahead,
+          gradient,
+          dZ_X,
+          dZ_1);
     } else {
       add_gradient_sums<R, false, kFused>(
-          dY + at, X + at, kept + at, width, width, gradient, dZ_X, dZ_1);
+          dY + at,
+          X + at,
+          kept + at,
+          width,
+          width,
+          ahead,
+          gradient,
+          dZ_X,
+          dZ_1);
     }
   });
 }
@@ -457,13 +487,14 @@ void chunk_gradient_sums(
   const int64_t width = rows > 0 ? fold * C : C;
   const Kept<T> kept{dZ, dZ && can_stream(chunk, dZ, width)};
   if (width == C) {
-    row_gradient_sums<kFused>(dY, X, kept, chunk.rows, C, gradient, dZ_X, dZ_1);
+    row_gradient_sums<kFused>(
+        dY, X, kept, chunk.rows, C, chunk.ahead, gradient, dZ_X, dZ_1);
     return;
   }
-  A folded_X[cpu::kMaxFoldedRow];
-  A folded_1[cpu::kMaxFoldedRow];
+  A folded_X[kMaxFoldedRow];
+  A folded_1[kMaxFoldedRow];
   row_gradient_sums<kFused>(
-      dY, X, kept, rows, width, gradient, folded_X, folded_1);
+      dY, X, kept, rows, width, chunk.ahead, gradient, folded_X, folded_1);
   const int64_t at = rows * width;
   add_gradient_sums<1, false, kFused>(
       dY + at,
@@ -471,6 +502,7 @@ void chunk_gradient_sums(
       kept + at,
       0,
       chunk.rows * C - at,
+      0,
       gradient,
       folded_X,
       folded_1);
@@ -523,6 +555,7 @@ inline void input_gradient_rows(
     T* dX,
     int64_t stride,
     int64_t width,
+    int64_t ahead,
     const Gradient& gradient) {
   using A = Accumulator<T>;
   using V = Vector<A>;
@@ -531,10 +564,10 @@ inline void input_gradient_rows(
   const A* X_scale = as<A>(gradient.X_scale);
   const A* shift = as<A>(gradient.shift);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(dY, stride, v);
-    prefetch<R>(X, stride, v);
+    prefetch<R>(dY, stride, v, ahead);
+    prefetch<R>(X, stride, v, ahead);
     if constexpr (!kStream) {
-      prefetch<R>(dX, stride, v);
+      prefetch<R>(dX, stride, v, ahead);
     }
     const V m = load(center + v);
     const V a = load(dZ_scale + v);
@@ -567,13 +600,14 @@ void chunk_input_gradient(
     const Gradient& gradient) {
   const int64_t width = chunk.fold * chunk.C;
   const int64_t rows = chunk.rows / chunk.fold;
-  const auto map = [&]<int R, bool kStream>(int64_t at, int64_t n) {
+  const auto map = [&]<int R, bool kStream>(
+                       int64_t at, int64_t n, int64_t ahead) {
     input_gradient_rows<R, kStream, kFused>(
-        dY + at, X + at, dX + at, width, n, gradient);
+        dY + at, X + at, dX + at, width, n, ahead, gradient);
   };
   const auto run = [&]<bool kStream>() {
-    for_rows<kMapRows>(0, rows, [&]<int R>(int64_t row) {
-      map.template operator()<R, kStream>(row * width, width);
+    for_rows<kMapRows<T, kFused>>(0, rows, [&]<int R>(int64_t row) {
+      map.template operator()<R, kStream>(row * width, width, chunk.ahead);
     });
   };
   if (can_stream(chunk, dX, width)) {
@@ -583,7 +617,7 @@ void chunk_input_gradient(
     run.template operator()<false>();
   }
   const int64_t at = rows * width;
-  map.template operator()<1, false>(at, chunk.rows * chunk.C - at);
+  map.template operator()<1, false>(at, chunk.rows * chunk.C - at, 0);
 }
 
 template <typename T>

@@ -45,7 +45,8 @@ struct Plan {
   // cache for what others, or they themselves in the next wave, will read.
   int64_t bytes_ahead = 0;
 
-  // CPU, which cuts samples into `splits` runs of `pixels_per_split` too.
+  // CPU, which cuts samples into `splits` runs of `pixels_per_split` too, and
+  // asks for memory `bytes_ahead` of its reads.
   int fold = 1; // pixels that are read as one row
   int slots = 0; // threads that work on samples of their own; 0: none does
   int64_t samples_per_batch = 1; // that all threads work on together

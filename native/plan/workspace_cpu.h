@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "native/plan/plan.h"
+#include "native/plan/rows_cpu.h"
 
 namespace gn_override {
 
@@ -78,7 +79,7 @@ struct CPUWorkspace {
               problem.bytes() / kShareOfRuns / run_bytes(stride), 1, kMostRuns);
   }
   static constexpr int64_t padded(int64_t elements) {
-    return (elements + 15) / 16 * 16 + 16;
+    return (ceil_div(elements, kMostLanes) + 1) * kMostLanes;
   }
   Batch batch(const Plan& plan, int64_t samples) const {
     Batch result;
