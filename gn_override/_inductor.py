@@ -153,9 +153,8 @@ def set_inductor(enabled: bool) -> None:
 
     True, the default: the kernels of this package run the calls that they would run in eager
     mode, with the activation that follows where that is one of theirs, and Inductor compiles the
-    others. False: Inductor compiles all of them, which lets it
-    fuse them with their neighbours. AOTInductor always does that. Backends other than Inductor,
-    and eager mode, do not ask.
+    others. False: Inductor compiles all of them, which lets it fuse them with their neighbours.
+    AOTInductor always does that. Backends other than Inductor, and eager mode, do not ask.
 
     The choice is the process's and holds also while the override is switched off, when it has no
     effect. What is compiled already is compiled again on its next call.

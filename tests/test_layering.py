@@ -1,6 +1,7 @@
 """The arrows between the layers never point back, and nothing of this machine is in the tree.
 
-    binding -> launch, cpu -> kernels -> plan
+    binding -> launch -> kernels -> plan
+    binding -> cpu -> plan
 
 binding alone knows torch, launch and kernels know CUDA, plan and cpu are plain host C++.
 """

@@ -16,11 +16,9 @@ bound.
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import results
@@ -85,18 +83,16 @@ def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
     return row
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    return math.exp(statistics.fmean(math.log(v) for v in values))
-
-
 def summary(rows: list[dict[str, Any]], kind: str = "median") -> dict[str, float]:
     """Over the rows: how many times faster than stock, geometric mean and the worst row."""
     result = {}
     for what in ("fwd", "fwd_bwd"):
         last = [_bench.speed_up(row[kind], what, ("stock_channels_last",)) for row in rows]
         best = [_bench.speed_up(row[kind], what) for row in rows]
-        result[f"{what} over stock channels-last, mean"] = round(geometric_mean(last), 2)
-        result[f"{what} over stock's faster layout, mean"] = round(geometric_mean(best), 2)
+        result[f"{what} over stock channels-last, mean"] = round(statistics.geometric_mean(last), 2)
+        result[f"{what} over stock's faster layout, mean"] = round(
+            statistics.geometric_mean(best), 2
+        )
         result[f"{what} over stock's faster layout, worst"] = round(min(best), 2)
     return result
 

@@ -23,6 +23,7 @@ times is printed beside the copy's.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import random
@@ -73,8 +74,19 @@ def random_cases(count: int, seed: int) -> list[Case]:
 
 def parse_shape(text: str) -> Case:
     """NxCx...:G:dtype, say 2x320x64x64:32:bfloat16."""
-    shape, groups, dtype = text.split(":")
-    return Case(text, tuple(map(int, shape.split("x"))), int(groups), dtype)
+    try:
+        shape, groups, dtype = text.split(":")
+        case = Case(text, tuple(map(int, shape.split("x"))), int(groups), dtype)
+    except ValueError as error:
+        message = f"{text!r} is not NxCx...:G:dtype, say 2x320x64x64:32:bfloat16"
+        raise argparse.ArgumentTypeError(message) from error
+    if dtype not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r}: dtypes are {', '.join(DTYPES)}")
+    return case
+
+
+def parse_shapes(text: str) -> list[Case]:
+    return [parse_shape(word) for word in text.split(",") if word]
 
 
 def nvcc() -> str:
@@ -209,7 +221,9 @@ def summary(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = results.Parser(__doc__)
     parser.add_argument("--only", default=None, help="comma-separated names of cases; '' for none")
-    parser.add_argument("--shapes", default="", help="comma-separated NxCx...:G:dtype, too")
+    parser.add_argument(
+        "--shapes", type=parse_shapes, default=[], help="comma-separated NxCx...:G:dtype, too"
+    )
     parser.add_argument("--random", type=int, default=0, help="so many random shapes too")
     parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
     parser.add_argument(
@@ -228,10 +242,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "tools/tune.py needs a CUDA GPU\n")
-    names = None if arguments.only is None else arguments.only.split(",")
-    cases = [case for case in KERNEL_CASES if names is None or case.name in names]
-    cases += [parse_shape(text) for text in arguments.shapes.split(",") if text]
-    cases = [case for case in cases if case.dtype in DTYPES]
+    known = [case.name for case in KERNEL_CASES]
+    names = (
+        known if arguments.only is None else [name for name in arguments.only.split(",") if name]
+    )
+    if unknown := set(names) - set(known):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}")
+    cases = [case for case in KERNEL_CASES if case.name in names]
+    cases += arguments.shapes
     cases += random_cases(arguments.random, arguments.seed)
     if not cases:
         parser.error("no such case")

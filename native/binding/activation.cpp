@@ -309,8 +309,8 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
   static constexpr bool is_traceable = true; // by compiled autograd
   static constexpr size_t kArguments = 8; // of forward
 
-  // Compiled autograd takes no outputs without a gradient: `statistics`, mean
-  // and rstd, are none.
+  // mean and rstd leave by `statistics`: compiled autograd takes no outputs
+  // without a gradient.
   static Tensor forward(
       AutogradContext* ctx,
       const Tensor& X,
@@ -403,7 +403,7 @@ Result autograd_forward(
     double eps,
     std::string_view activation,
     std::optional<at::ScalarType> out_dtype) {
-  // Neither takes a C++ autograd function.
+  // Forward-mode AD and functorch take no C++ autograd function.
   if (is_dual(X) || is_dual(gamma) || is_dual(beta) ||
       inside_functorch_transform()) {
     return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);

@@ -68,9 +68,10 @@ bool inside_dual_level() {
   return torch::autograd::ForwardADLevel::try_get_by_idx(/*idx=*/0) != nullptr;
 }
 
-// Whether a program is traced that may run without this package: layouts are
-// stock's there (gn_override/_inductor.py). Where its caller may switch to
-// stock later, only those are that stock's kernels do not take.
+// Whether X is traced for a program that stock's kernels may run, without this
+// package or with the switch off: see gn_override/_inductor.py. Its layouts are
+// stock's then. Where nobody knows whether they will, only those are that
+// stock's kernels do not take.
 bool traces_for_elsewhere(const Tensor& X) {
   if (!X.key_set().has(c10::DispatchKey::Python) &&
       !c10::impl::TorchDispatchModeTLS::any_modes_set()) {

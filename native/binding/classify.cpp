@@ -32,8 +32,7 @@ int alignment_of(const at::Tensor& tensor) {
   return static_cast<int>(lowest_bit);
 }
 
-// Elements between the addresses that a GPU can load them from: stock's error
-// is the one to see.
+// A GPU loads whole elements: at other addresses stock raises its error.
 void decline_misaligned(Classified& result) {
   const Problem& problem = result.problem;
   if (problem.device == DeviceType::kCUDA &&
@@ -80,8 +79,8 @@ bool parameters_fit(
   return true;
 }
 
-// What forward and backward ask of X and of the integers; the cheapest test
-// that most declined calls fail comes first.
+// What forward and backward ask of X and of the integers: first what most
+// declined calls fail.
 Classified classify_common(
     const at::Tensor& X,
     at::ScalarType param_type,

@@ -228,11 +228,11 @@ void pin_plans_op(
     int64_t splits,
     int64_t threads) {
   constexpr std::array kSchemes{
-      std::pair{std::string_view(""), Scheme::kAten},
       std::pair{std::string_view("registers"), Scheme::kRegisters},
       std::pair{std::string_view("resident"), Scheme::kResident},
       std::pair{std::string_view("cooperative"), Scheme::kCooperative},
-      std::pair{std::string_view("two_pass"), Scheme::kTwoPass}};
+      std::pair{std::string_view("two_pass"), Scheme::kTwoPass},
+      std::pair{std::string_view(""), Scheme::kAten}};
   for (const auto& [name, value] : kSchemes) {
     if (name == scheme) {
       pin_plans({
@@ -244,10 +244,12 @@ void pin_plans_op(
       return;
     }
   }
+  std::string names;
+  for (const auto& [name, value] : kSchemes) {
+    names += std::string(name) + (name.empty() ? "\"\" for any" : ", ");
+  }
   TORCH_CHECK_VALUE(
-      false,
-      "gn_override: unknown scheme \"" + scheme +
-          "\"; registers, resident, cooperative, two_pass or \"\" for any");
+      false, "gn_override: unknown scheme \"" + scheme + "\"; " + names);
 }
 #endif
 
