@@ -7,7 +7,8 @@ others (NCHW inputs, say, and what `scan` repeats in training). A lowering of it
 call's tensors in channels-last: the one that Inductor makes up for an operator without a
 decomposition leaves the layout of a forward open and makes that of a backward contiguous.
 
-A norm and the activation after it become one call before all that: see _inductor_fuse.
+A norm and the activation after it become one call before all that: see _inductor_fuse. Calls that
+are left in a graph are not merged there: see _inductor_distinct.
 
 AOTInductor always decomposes: what it packages runs where this package is not imported. So does
 what is compiled with torch._dynamo.config.caching_precompile, which other processes load as it is.
@@ -23,7 +24,7 @@ torch.compiler.config.cache_key_tag ends in a tag of ours while the override is 
 whether Inductor leaves calls to us and autocast is told to preserve dtypes. A program that sets the
 tag itself should do so before it imports this package.
 
-That tag and the pass of _inductor_fuse are settings of PyTorch's, which belong to a thread since
+That tag and the passes are settings of PyTorch's, which belong to a thread since
 2.13. What we do to them holds for all threads but others that have set them too: see _amend().
 """
 
@@ -249,7 +250,7 @@ def _follow() -> None:
     _amend(torch.compiler.config, "cache_key_tag", with_tag)
     if _LOWERINGS in sys.modules:
         _set_decompositions(active)
-        _set_pass(active)
+        _set_passes(active)
 
 
 def _amend(config: Any, name: str, change: Callable[[Any], Any]) -> None:
@@ -299,17 +300,23 @@ def _set_decompositions(active: bool) -> None:
             table[op] = _Decomposition(inductors, ours) if active else inductors
 
 
-def _set_pass(active: bool) -> None:
-    """Puts ours after the custom passes that run before gradients are traced, or takes it away."""
+def _set_passes(active: bool) -> None:
+    """Puts ours after the custom passes of a program, or takes them away."""
     from torch._inductor import config
 
+    from gn_override._inductor_distinct import DistinctCalls
     from gn_override._inductor_fuse import FuseActivations
+    from gn_override._inductor_pass import Pass
 
-    def with_ours(current: Any) -> Any:
-        others = current.before if isinstance(current, FuseActivations) else current
-        return FuseActivations(others, leaves_calls) if active else others
+    def put(ours: Callable[..., Any], setting: str) -> None:
+        def with_ours(current: Any) -> Any:
+            others = current.before if isinstance(current, Pass) else current
+            return ours(others, leaves_calls) if active else others
 
-    _amend(config, "pre_grad_custom_pass", with_ours)
+        _amend(config, setting, with_ours)
+
+    put(FuseActivations, "pre_grad_custom_pass")
+    put(DistinctCalls, "joint_custom_pre_pass")
 
 
 @_library.unseen()
@@ -320,7 +327,7 @@ def _inductor_loaded() -> None:
     for op in (*_OURS, *_FUSED):
         make_fallback(op, layout_constraint=_like_input, warn=False, override_decomp=True)
     _set_decompositions(is_active())
-    _set_pass(is_active())
+    _set_passes(is_active())
 
 
 def _like_input(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -764,6 +764,61 @@ def test_training_through_a_scan(body: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+class Recomputed(torch.autograd.Function):
+    """A norm that backward computes again."""
+
+    @staticmethod
+    def forward(ctx: Any, X: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        ctx.save_for_backward(X, gamma, beta)
+        return norm(X, gamma, beta)
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        X, gamma, beta = ctx.saved_tensors
+        return norm(X, gamma, beta) * dY, gamma, beta
+
+
+def recomputed(X: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor]:
+    return (Recomputed.apply(X, gamma, beta),)
+
+
+def twice(X: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    return norm(X.cos(), gamma, beta), norm(X.cos(), gamma, beta)
+
+
+def twice_activated(X: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    return norm_silu(X, gamma, beta), norm_silu(X, gamma, beta)
+
+
+def saved_twice(X: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    return norm(X, gamma, beta), norm(X, gamma, beta) * norm(X, gamma, beta)
+
+
+def checkpointed_again(X: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    def body(x: Tensor) -> Tensor:
+        return norm(x, gamma, beta).square()
+
+    return norm(X, gamma, beta), checkpoint(body, X, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "function", [twice, twice_activated, saved_twice, recomputed, checkpointed_again]
+)
+def test_same_norm_twice(function: Callable[..., tuple[Tensor, ...]], device: str) -> None:
+    """Each result has memory of its own, which no backward writes to."""
+    tensors = operands((2, 6, 7, 5), device)
+    results = []
+    for override in (contextlib.nullcontext(), gn_override.disabled()):
+        with override:
+            outputs = compiled(function)(*tensors)
+            gradients = torch.autograd.grad(sum(Y.square().sum() for Y in outputs), tensors)
+            for Y in outputs:
+                with torch.no_grad():
+                    Y.add_(1)
+            results.append((outputs, gradients))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_pass_under_autocast(device: str) -> None:
     """The norm's dtype is the one that autocast gives it."""
 
@@ -906,9 +961,10 @@ def test_pass_beside_the_programs() -> None:
         gn_override.enable()
 
 
-def test_pass_without_uuid() -> None:
+@pytest.mark.parametrize("setting", ["pre_grad_custom_pass", "joint_custom_pre_pass"])
+def test_pass_without_uuid(setting: str) -> None:
     """Nothing is cached where Inductor could not tell the program's pass from another."""
-    before = inductor_config.pre_grad_custom_pass
+    before = getattr(inductor_config, setting)
     assert before.uuid() is not None
     assert type(before)(lambda graph: None, before.active).uuid() is None
     assert type(before)([Recorded()], before.active).uuid() is not None
