@@ -5,6 +5,7 @@ This module loads Inductor's base class of passes; it is imported where Inductor
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -29,9 +30,9 @@ class Pass(CustomGraphPass):
         self.before = before
         self.active = active
 
+    @abstractmethod
     def run(self, graph: Graph) -> None:
         """What is ours."""
-        raise NotImplementedError
 
     def __call__(self, graph: Graph) -> None:
         for custom_pass in self._passes():
