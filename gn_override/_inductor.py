@@ -24,8 +24,8 @@ torch.compiler.config.cache_key_tag ends in a tag of ours while the override is 
 whether Inductor leaves calls to us and autocast is told to preserve dtypes. A program that sets the
 tag itself should do so before it imports this package.
 
-That tag and the passes are settings of PyTorch's, which belong to a thread since
-2.13. What we do to them holds for all threads but others that have set them too: see _amend().
+That tag and the passes are settings of PyTorch's, which belong to a thread since 2.13.
+What we do to them holds for all threads but others that have set them too: see _amend().
 """
 
 from __future__ import annotations

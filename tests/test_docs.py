@@ -35,7 +35,7 @@ if not (ROOT / "README.md").exists():
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 RESULTS = re.compile(r"<!-- results: .*?<!-- end results -->", re.DOTALL)
 CODE = re.compile(r"`([^`]+)`")
-STARTS = r"(python|pip|pytest|mypy|ruff|git|\.ci/|pre-commit|PYTHONPATH=)"
+STARTS = r"(python|pip|pytest|mypy|ruff|git|\.ci/|compute-sanitizer|pre-commit|PYTHONPATH=)"
 COMMAND = re.compile(rf"{STARTS}(?=\b|\w)(?!\.md)")
 
 
@@ -109,9 +109,14 @@ def by_ci(text: str = "") -> Callable[[str, Path], None]:
 
 
 def names_tests(command: str, tmp_path: Path) -> None:
-    """The files are there."""
-    files = [ROOT / word for word in shlex.split(command) if word.startswith("tests/")]
+    """The files are there, and each word of -k is in the name of a test or of a case."""
+    words = shlex.split(command)
+    files = [ROOT / word for word in words if word.startswith("tests/")]
     assert files and all(file.exists() for file in files)
+    if "-k" in words:
+        text = "".join(file.read_text() for file in files)
+        for word in words[words.index("-k") + 1].split(" or "):
+            assert f'"{word}"' in text
 
 
 def by_test(test: str) -> Callable[[str, Path], None]:

@@ -158,11 +158,14 @@ inline void row_moments(
     A* mean,
     A* M2) {
   for_rows<kSumRows>(0, rows, [&]<int R>(int64_t row) {
-    const T* block = X + row * width;
+    const auto add = [&]<bool kFirst>() {
+      add_moments<R, kFirst>(
+          X + row * width, width, width, ahead, row, mean, M2);
+    };
     if (row == 0) {
-      add_moments<R, true>(block, width, width, ahead, row, mean, M2);
+      add.template operator()<true>();
     } else {
-      add_moments<R, false>(block, width, width, ahead, row, mean, M2);
+      add.template operator()<false>();
     }
   });
 }
@@ -444,29 +447,23 @@ inline void row_gradient_sums(
     A* dZ_X,
     A* dZ_1) {
   for_rows<kSumRows>(0, rows, [&]<int R>(int64_t row) {
-    const int64_t at = row * width;
+    const auto add = [&]<bool kFirst>() {
+      const int64_t at = row * width;
+      add_gradient_sums<R, kFirst, kFused>(
+          dY + at,
+          X + at,
+          kept + at,
+          width,
+          width,
+          ahead,
+          gradient,
+          dZ_X,
+          dZ_1);
+    };
     if (row == 0) {
-      add_gradient_sums<R, true, kFused>(
-          dY + at,
-          X + at,
-          kept + at,
-          width,
-          width,
-          ahead,
-          gradient,
-          dZ_X,
-          dZ_1);
+      add.template operator()<true>();
     } else {
-      add_gradient_sums<R, false, kFused>(
-          dY + at,
-          X + at,
-          kept + at,
-          width,
-          width,
-          ahead,
-          gradient,
-          dZ_X,
-          dZ_1);
+      add.template operator()<false>();
     }
   });
 }

@@ -78,14 +78,16 @@ cudaError_t prepare(int& code) {
 // allocator asks a graph that is captured for edges in a way that knows none
 // (graph_capture_record_stream_reuse).
 inline bool may_start_early(int code, [[maybe_unused]] cudaStream_t stream) {
-#if CUDART_VERSION < 13000
-  auto capture = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess ||
-      capture != cudaStreamCaptureStatusNone) {
+  if (code < kClusterCode) {
     return false;
   }
+#if CUDART_VERSION < 13000
+  auto capture = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(stream, &capture) == cudaSuccess &&
+      capture == cudaStreamCaptureStatusNone;
+#else
+  return true;
 #endif
-  return code >= kClusterCode;
 }
 
 template <auto kKernel, typename... Arguments>
