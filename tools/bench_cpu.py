@@ -11,10 +11,15 @@ turn, which finds the caches full of the turn before, is not counted. Figures ar
 milliseconds over the calls; the results file has the least times too, which other load on the
 machine disturbs less. Before it is timed, each case is checked against fp64 with the test suite's
 bound.
+
+Results of up to 32 MB get the memory of the call before, larger ones new pages from the system:
+what glibc comes to in a long run, and here from the start, since how far it has come otherwise
+depends on what ran before.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
@@ -32,6 +37,17 @@ import shapes
 
 import gn_override
 from gn_override import _bench
+
+# glibc's mallopt(): its parameters and the largest values that it comes to by itself.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MOST_MMAP_THRESHOLD = 32 << 20
+
+
+def settle_malloc() -> None:
+    """Have glibc take memory from the system as after a long run; elsewhere nothing."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
 
 
 def steps_of(inputs: reference.Inputs) -> dict[str, timing.Step]:
@@ -135,6 +151,7 @@ def main() -> int:
     parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    settle_malloc()
 
     cases = shapes.CPU_CASES if arguments.cases == "cpu" else shapes.MODEL_CASES
     prefixes = tuple(arguments.only.split(",")) if arguments.only else ("",)
