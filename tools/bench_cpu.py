@@ -12,15 +12,18 @@ milliseconds over the calls; the results file has the least times too, which oth
 machine disturbs less. Before it is timed, each case is checked against fp64 with the test suite's
 bound.
 
-Results of up to 32 MB get the memory of the call before, larger ones new pages from the system:
-what glibc comes to in a long run, and here from the start, since how far it has come otherwise
-depends on what ran before.
+Each case runs in a process of its own, in which results of up to 32 MB get the memory of the call
+before and larger ones new pages from the system: what glibc comes to in a long run. How far it has
+come would otherwise depend on what ran before.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import functools
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -63,8 +66,10 @@ def steps_of(inputs: reference.Inputs) -> dict[str, timing.Step]:
     return steps
 
 
-def measure(case: shapes.Case, seconds: float, check: bool) -> dict[str, Any]:
+def measure(case: shapes.Case, seconds: float, threads: int, check: bool) -> dict[str, Any]:
     """One row: medians and least times of a copy, of stock in both layouts and of ours."""
+    torch.set_num_threads(threads)
+    settle_malloc()
     dtype = getattr(torch, case.dtype)
     inputs = reference.make_inputs(case, "cpu", dtype)
     row: dict[str, Any] = {
@@ -150,22 +155,25 @@ def main() -> int:
     parser.add_argument("--threads", type=results.count, default=2, help="default %(default)s")
     parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    settle_malloc()
-
     cases = shapes.CPU_CASES if arguments.cases == "cpu" else shapes.MODEL_CASES
     prefixes = tuple(arguments.only.split(",")) if arguments.only else ("",)
-    rows = []
-    for case in cases:
-        if not case.name.startswith(prefixes):
-            continue
-        if arguments.dtype:
-            case = shapes.Case(case.name, case.shape, case.groups, arguments.dtype)
-        rows.append(measure(case, arguments.seconds, not arguments.no_check))
-        text = table(rows[-1:])
-        print(text if len(rows) == 1 else text.partition("\n")[2], flush=True)
-    if not rows:
+    chosen = [case for case in cases if case.name.startswith(prefixes)]
+    if not chosen:
         parser.error(f"no case is called {arguments.only!r}")
+    if arguments.dtype:
+        chosen = [dataclasses.replace(case, dtype=arguments.dtype) for case in chosen]
+    row_of = functools.partial(
+        measure,
+        seconds=arguments.seconds,
+        threads=arguments.threads,
+        check=not arguments.no_check,
+    )
+    rows: list[dict[str, Any]] = []
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone:
+        for row in alone.imap(row_of, chosen):
+            rows.append(row)
+            text = table(rows[-1:])
+            print(text if len(rows) == 1 else text.partition("\n")[2], flush=True)
     means = summary(rows)
     print("\n".join(f"{name}: {value:.2f}" for name, value in means.items()))
     if arguments.output:
