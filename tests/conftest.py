@@ -96,18 +96,19 @@ def _switched_on() -> Iterator[None]:
 
 
 @pytest.fixture
-def poison(request: pytest.FixtureRequest) -> Iterator[None]:
+def poison(request: pytest.FixtureRequest) -> Iterator[ctypes.c_bool]:
     """Fresh memory holds NaN or garbage during the test, so that unwritten outputs show.
 
-    CPU: torch's allocator fills what it hands out with 0x7fedbeef, a NaN in float (its switch is a
-    variable of libc10). GPU: the caching allocator is left with free blocks that hold NaN.
+    CPU: torch's allocator fills what it hands out with 0x7fedbeef, a NaN in float (its switch, a
+    variable of libc10, is the fixture's value). GPU: the caching allocator is left with free blocks
+    that hold NaN.
     """
     libc10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     junk_fill = ctypes.c_bool.in_dll(libc10, "FLAGS_caffe2_cpu_allocator_do_junk_fill")
     junk_fill.value = True
     if request.node.get_closest_marker("cuda"):
         poison_cuda_cache()
-    yield
+    yield junk_fill
     junk_fill.value = False
     if request.node.get_closest_marker("cuda"):
         torch.cuda.empty_cache()  # other processes may test on this GPU too

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -184,6 +186,21 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 instruction_sets = pytest.mark.parametrize(
     "instruction_set", ["baseline", "avx2", "avx512"], indirect=True
 )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system is not asked elsewhere")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_in_new_memory(dtype, poison):
+    """Large outputs are written otherwise where the system has yet to give their pages."""
+    inputs = make_inputs(Case("large", (4, 256, 144, 144), 32), "cpu", dtype)
+    used = native(inputs)
+    poison.value = False
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with expect_calls("cpu", forward=True, backward=True):
+        new = native(inputs)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt > before
+    for name in RESULTS:
+        assert torch.equal(getattr(new, name), getattr(used, name)), name
 
 
 @instruction_sets

@@ -24,11 +24,8 @@
 #include <type_traits>
 
 #include "native/cpu/kernels.h"
+#include "native/cpu/output_memory.h"
 #include "native/plan/workspace_cpu.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace gn_override {
 
@@ -44,39 +41,6 @@ constexpr int64_t kGrain = 16384;
 // Channels of a range of groups at least, where a sample's sums are finished by
 // more than one thread.
 constexpr int64_t kChannelsPerRange = 64;
-
-// Outputs from these sizes on are written past the caches, on two cores with 32
-// MB of shared cache. Y would not stay in the cache: 26 MB of float took 0 to
-// 40% less time, by the load on the memory; 10 and 13 MB, with the read of Y
-// that follows, 30% more. Beside dX there are X and dY: with 10 and 13 MB of
-// each, the backward took 20% less time, and forward, backward and a read of dX
-// together 6% less; with 6 MB, a little more.
-constexpr int64_t kLeastStreamedY = 24 << 20;
-constexpr int64_t kLeastStreamedDX = 8 << 20;
-
-// Outputs from this size on get the advice below; it takes a microsecond or
-// two.
-constexpr int64_t kLeastAdvised = 4 << 20;
-
-// A large output is often memory that the process has just got: always from 32
-// MB on, where glibc maps each anew, and below whenever the heap was trimmed.
-// The first writes to its pages can cost more than the whole kernel: for 102 MB
-// 42 ms of processor time in pages of 4 KB, and 6 ms in huge ones.
-void advise_huge_pages(void* output, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHugePage = 2 << 20;
-  if (bytes >= kLeastAdvised) {
-    const auto address = reinterpret_cast<uintptr_t>(output);
-    const uintptr_t begin = (address + kHugePage - 1) & ~(kHugePage - 1);
-    const uintptr_t end = (address + bytes) & ~(kHugePage - 1);
-    // Only advice: where the kernel does not take it, nothing changes.
-    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-  }
-#else
-  (void)output;
-  (void)bytes;
-#endif
-}
 
 bool has([[maybe_unused]] const Kernels& kernels) {
 #if defined(__x86_64__)
@@ -197,15 +161,13 @@ class Batch {
   int64_t sample_of_range(int64_t j) const {
     return j / ranges_;
   }
-  Chunk chunk(int64_t i) const {
+  Chunk chunk(int64_t i, bool stream) const {
     const int64_t row = i % plan_.splits * plan_.pixels_per_split;
     return {
         std::min(plan_.pixels_per_split, problem_.HxW - row),
         problem_.C,
         plan_.fold,
-        problem_.bytes() >= (problem_.direction == Direction::kForward
-                                 ? kLeastStreamedY
-                                 : kLeastStreamedDX),
+        stream,
         plan_.bytes_ahead};
   }
   // The chunk's first element in X, Y, dY or dX.
@@ -321,7 +283,8 @@ void cpu_forward(
   const auto& parameter = kernels.parameter[index(problem.param_dtype)];
   const CPUWorkspace layout(problem, plan);
   char* workspace = static_cast<char*>(arguments.workspace);
-  advise_huge_pages(arguments.Y, problem.bytes());
+  const bool stream =
+      cpu::prepare_output(arguments.Y, problem.bytes(), cpu::kLeastStreamedY);
 
   const auto step = [&](const Batch& batch, const ParallelFor& pool) {
     const auto affine = [&](int64_t n) {
@@ -339,7 +302,7 @@ void cpu_forward(
           for (int64_t i = begin; i < end; ++i) {
             element.moments(
                 batch.rows(arguments.X, i),
-                batch.chunk(i),
+                batch.chunk(i, stream),
                 batch.partial(i, 0),
                 batch.partial(i, 1));
           }
@@ -370,7 +333,7 @@ void cpu_forward(
             element.normalise(
                 batch.rows(arguments.X, i),
                 batch.rows(arguments.Y, i),
-                batch.chunk(i),
+                batch.chunk(i, stream),
                 affine(batch.sample_of_chunk(i)));
           }
         });
@@ -392,9 +355,8 @@ void cpu_backward(
   const int64_t samples_per_run = layout.samples_per_run;
   const bool want_totals = problem.wants_parameters();
   void* dZ = keeps_dZ(problem) ? arguments.dX : nullptr;
-  if (problem.want_dX) {
-    advise_huge_pages(arguments.dX, problem.bytes());
-  }
+  const bool stream = problem.want_dX &&
+      cpu::prepare_output(arguments.dX, problem.bytes(), cpu::kLeastStreamedDX);
 
   const auto step = [&](const Batch& batch, const ParallelFor& pool) {
     const auto gradient = [&](int64_t n) {
@@ -432,7 +394,7 @@ void cpu_backward(
                 batch.rows(arguments.dY, i),
                 batch.rows(arguments.X, i),
                 dZ ? batch.rows(dZ, i) : nullptr,
-                batch.chunk(i),
+                batch.chunk(i, stream),
                 gradient(batch.sample_of_chunk(i)),
                 batch.partial(i, 0),
                 batch.partial(i, 1));
@@ -485,7 +447,7 @@ void cpu_backward(
                   batch.rows(dZ ? dZ : arguments.dY, i),
                   batch.rows(arguments.X, i),
                   batch.rows(arguments.dX, i),
-                  batch.chunk(i),
+                  batch.chunk(i, stream),
                   map);
             }
           });
