@@ -6,10 +6,10 @@
 
 Each level is a command of its own that takes at most some ten minutes. With --output the rows of
 the levels that ran replace theirs in the results file, and the others stay: levels may run one by
-one. --jobs runs several levels at a time, the soak after them, and so do pytest's processes in a
-level of many tests where pytest-xdist is installed. --device cpu runs what a machine without a GPU
-can. The table comes last; the exit status is 0 if every level that ran passed. docs/reliability.md
-shows the results file.
+one. --jobs runs several levels at a time, then those that cannot share the machine, and so do
+pytest's processes in a level of many tests where pytest-xdist is installed. --device cpu runs what
+a machine without a GPU can. The table comes last; the exit status is 0 if every level that ran
+passed. docs/reliability.md shows the results file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Level:
     environ: dict[str, str] = field(default_factory=dict)
     sanitizer: str = ""
     many: bool = False  # tests, which may run in several processes
-    alone: bool = False  # it looks at what others would change too: no other level meanwhile
+    alone: bool = False  # it counts what others would change, or takes the memory that they need
 
     def command(self, report: str = "REPORT") -> list[str]:
         """What runs; pytest writes its counts to the file `report`."""
@@ -141,7 +141,8 @@ def levels(device: str) -> list[Level]:
     ]
     if device == "cuda":
         everything = tuple(sorted(path.name for path in TESTS.glob("test_*.py")))
-        found.insert(1, Level("large", "more than 2^31 elements", ("-m", "large"), everything))
+        large = Level("large", "more than 2^31 elements", ("-m", "large"), everything, alone=True)
+        found.insert(1, large)
         for tool, what in SANITIZERS.items():
             # Each tensor a block of its own: a block of the cache has neighbours.
             environ = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
