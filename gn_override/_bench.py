@@ -130,7 +130,7 @@ def time_rounds(steps: Mapping[str, Step], seconds: float) -> dict[str, list[flo
     rounds = 0
     while rounds <= _LEAST_ROUNDS or time.perf_counter() < end:
         for name, step in steps.items():
-            with _switched(name.endswith(OURS)):
+            with gn_override._switched(name.endswith(OURS)):
                 first = _seconds_of(step)
                 calls = min(max(2, round(_TURN_SECONDS / first)), _MOST_CALLS)
                 turn = [1e3 * _seconds_of(step) for _ in range(calls)]
@@ -144,10 +144,6 @@ def _seconds_of(step: Step) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
-
-
-def _switched(on: bool) -> Any:
-    return gn_override.enabled() if on else gn_override.disabled()
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -217,7 +213,7 @@ def measure(case: Case, device: str, seconds: float) -> Row:
         milliseconds = max(1, round(1e3 * seconds / len(timed)))
         times = {}
         for name, step in timed.items():
-            with _switched(name.endswith(OURS)):
+            with gn_override._switched(name.endswith(OURS)):
                 times[name] = microseconds(step, milliseconds)
     else:
         rounds = time_rounds(timed, seconds)

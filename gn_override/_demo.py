@@ -353,7 +353,7 @@ def _run(case: _Case, device: str, rounds: int, seconds: float, say: Callable[[s
     for index in range(rounds + 1):
         progress(f"timing {index}/{rounds}")
         for enabled in (False, True):
-            with gn_override.enabled() if enabled else gn_override.disabled():
+            with gn_override._switched(enabled):
                 elapsed = _seconds(step, device)
             if index:  # the first round warms up
                 times[enabled].append(elapsed)

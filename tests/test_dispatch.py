@@ -1141,7 +1141,7 @@ def test_fake_errors_are_stock(groups: int) -> None:
     """A call that real kernels refuse is refused as it is without us."""
     raised = []
     for on in (True, False):
-        with gn_override.enabled() if on else gn_override.disabled(), FakeTensorMode():
+        with gn_override._switched(on), FakeTensorMode():
             X = torch.empty(2, 3, 5, 6).permute(0, 3, 1, 2)
             with pytest.raises(Exception) as caught:
                 aten.native_group_norm(X, None, None, 2, 6, 15, groups, 1e-5)

@@ -29,7 +29,6 @@ import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,9 +66,6 @@ class Provider:
     norm: timing.Norm
     layout: str = "channels_last"
     on: bool = False
-
-    def switch(self) -> AbstractContextManager[None]:
-        return gn_override.enabled() if self.on else gn_override.disabled()
 
 
 def _plain(X: Tensor, G: int, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -153,7 +149,7 @@ def measure(
     if "compile" in providers:
         torch._dynamo.reset()  # what it compiled for the row before
     for name, provider in providers.items():
-        with provider.switch():
+        with gn_override._switched(provider.on):
             for what, step in timing.steps(provider.norm, inputs, provider.layout).items():
                 try:
                     if stock is not None and name not in OURS:

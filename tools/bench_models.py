@@ -210,9 +210,6 @@ class Variant:
     step: Step
     on: bool = False
 
-    def switch(self) -> AbstractContextManager[None]:
-        return gn_override.enabled() if self.on else gn_override.disabled()
-
 
 def seconds_of(step: Callable[[], object], device: str, count: int) -> float:
     """Mean time of `count` steps run back to back."""
@@ -235,12 +232,12 @@ def measure(row: Row, variants: Mapping[str, Variant], setting: Setting) -> None
     """Median time of every variant, in turns, into row.times (milliseconds)."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for variant in variants.values():  # warm up: algorithms chosen, memory allocated
-        with variant.switch():
+        with gn_override._switched(variant.on):
             seconds_of(variant.step, setting.device, 1 if setting.tiny else 3)
     deadline = time.perf_counter() + setting.seconds * len(variants)
     while not samples["stock"] or time.perf_counter() < deadline:
         for name, variant in variants.items():
-            with variant.switch():
+            with gn_override._switched(variant.on):
                 samples[name].append(
                     seconds_of(variant.step, setting.device, 1 if setting.tiny else 5)
                 )
@@ -250,7 +247,7 @@ def measure(row: Row, variants: Mapping[str, Variant], setting: Setting) -> None
 
 def captured(variant: Variant) -> Variant:
     """The variant as the replay of a CUDA graph."""
-    with variant.switch():
+    with gn_override._switched(variant.on):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -300,11 +297,11 @@ def bench_compiled(
         getattr(net, "decoder", net).compile(fullgraph=True)
         variant = Variant(step_of(net), on)
         if on:
-            with variant.switch():
+            with gn_override._switched(variant.on):
                 row.compiled = neighbours.generated(variant.step)
         variants[key] = captured(variant)
     before = calls_taken()  # replays do not count
-    with variant.switch():
+    with gn_override._switched(variant.on):
         variant.step()
         calls = calls_taken() - before
         row.compiled |= neighbours.launched(variant.step)
@@ -457,7 +454,7 @@ def training(
 
 def peak_gb(variant: Variant) -> float:
     """Peak of allocated memory in one step, parameters and gradients included."""
-    with variant.switch():
+    with gn_override._switched(variant.on):
         variant.step()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -84,7 +84,7 @@ def train(device: str, dtype: str, on: bool, seed: int, steps: int) -> list[floa
     optimizer = torch.optim.AdamW(net.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(seed)
     losses = []
-    with gn_override.enabled() if on else gn_override.disabled():
+    with gn_override._switched(on):
         torch.ops.gn_override.reset_counters()
         for _ in range(steps):
             image, label = images(generator)
