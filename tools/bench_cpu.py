@@ -12,9 +12,9 @@ milliseconds over the calls; the results file has the least times too, which oth
 machine disturbs less. Before it is timed, each case is checked against fp64 with the test suite's
 bound.
 
-Each case runs in a process of its own, in which results of up to 32 MB get the memory of the call
-before and larger ones new pages from the system: what glibc comes to in a long run. How far it has
-come would otherwise depend on what ran before.
+Each case runs in a process of its own, in which results of up to 32 MB mostly get the memory of the
+call before and larger ones new pages from the system: what glibc comes to in a long run. How far it
+has come would otherwise depend on what ran before.
 """
 
 from __future__ import annotations
