@@ -96,11 +96,10 @@ std::optional<Result> run_forward(
   const typename Backend::Guard guard(X);
   const Plan plan = Backend::plan(problem, X);
   if (plan.scheme == Scheme::kAten) {
-    count_declined(op, Backend::kCuda, "policy");
+    if (!problem.adds) { // else the sum comes as another call
+      count_declined(op, Backend::kCuda, "policy");
+    }
     return std::nullopt;
-  }
-  if (problem.adds && plan.scheme == Scheme::kTwoPass) {
-    return std::nullopt; // which does not add; the sum comes as another call
   }
 
   check_allocated(X, gamma, beta, added);

@@ -127,6 +127,8 @@ struct alignas(16) Moments {
   Acc low;
   Acc count; // elements
 };
+static_assert(sizeof(Moments<float>) == kMomentsSize * sizeof(float));
+static_assert(sizeof(Pair<float>) == kPairSize * sizeof(float));
 
 // Sums over parts, of deviations d_i = m_i - m from a value m: from these,
 //   mean = m + sum n_i d_i / n

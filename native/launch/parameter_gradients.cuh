@@ -6,11 +6,11 @@
 
 namespace gn_override {
 
-// dgamma and dbeta, those that are wanted, from `rows` rows of sums.
+// dgamma and dbeta, those that are wanted, from sums[n][split][c].
 template <typename T>
 cudaError_t launch_parameter_gradients(
     const Problem& problem,
-    int64_t rows,
+    const Plan& plan,
     const Pair<Accumulator<T>>* sums,
     const BackwardArguments& arguments,
     cudaStream_t stream) {
@@ -24,7 +24,7 @@ cudaError_t launch_parameter_gradients(
        .threads = kMaxThreads},
       stream,
       static_cast<int>(problem.C),
-      rows,
+      problem.N * plan.splits,
       sums,
       ParameterOut<T>{arguments.dgamma, is_float},
       ParameterOut<T>{arguments.dbeta, is_float});

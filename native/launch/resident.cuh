@@ -6,6 +6,7 @@
 #include "native/kernels/resident.cuh"
 #include "native/launch/parameter_gradients.cuh"
 #include "native/launch/resident.h"
+#include "native/plan/workspace_cuda.h"
 
 namespace gn_override {
 
@@ -80,6 +81,7 @@ cudaError_t resident_forward(
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wide = problem.statistics_dtype() == DType::kFloat;
   const ResidentLaunch launch = resident_launch(problem, plan);
+  const CUDAWorkspace workspace(problem, plan);
   return with_resident_kernel<T, TY>(
       problem, plan, [&](auto vector, auto whole_chip, auto) {
         return launch_kernel<
@@ -97,7 +99,7 @@ cudaError_t resident_forward(
             ParameterIn<TY>{arguments.gamma, is_float},
             ParameterIn<TY>{arguments.beta, is_float},
             problem.activation, // kFused alone
-            static_cast<Moments<Acc>*>(arguments.workspace),
+            static_cast<Moments<Acc>*>(workspace.groups(arguments.workspace)),
             static_cast<TY*>(arguments.Y),
             ParameterOut<TY>{arguments.mean, wide},
             ParameterOut<TY>{arguments.rstd, wide});
@@ -114,13 +116,10 @@ cudaError_t resident_backward(
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wide = problem.statistics_dtype() == DType::kFloat;
   const ResidentLaunch launch = resident_launch(problem, plan);
-  const int64_t rows = problem.N * plan.splits;
-  auto* const of_chip = static_cast<Pair<Acc>*>(arguments.workspace);
-  auto* const sums =
-      !problem.wants_parameters() || cluster_has_all_samples(problem, plan)
-      ? nullptr
-      : plan.scheme == Scheme::kCooperative ? of_chip + rows * problem.G
-                                            : of_chip;
+  const CUDAWorkspace workspace(problem, plan);
+  auto* const sums = problem.wants_parameters() && workspace.of_splits > 0
+      ? static_cast<Pair<Acc>*>(arguments.workspace)
+      : nullptr;
   const cudaError_t error = with_resident_kernel<T, TY>(
       problem, plan, [&](auto vector, auto whole_chip, auto all_samples) {
         return launch_kernel<resident_backward_kernel<
@@ -144,17 +143,17 @@ cudaError_t resident_backward(
             ParameterIn<TY>{arguments.gamma, is_float},
             ParameterIn<TY>{arguments.beta, is_float}, // kFused alone
             problem.activation, // kFused alone
-            of_chip,
+            static_cast<Pair<Acc>*>(workspace.groups(arguments.workspace)),
             sums,
             static_cast<T*>(arguments.dX),
             ParameterOut<TY>{arguments.dgamma, is_float},
             ParameterOut<TY>{arguments.dbeta, is_float});
       });
-  if (error != cudaSuccess || plan.scheme == Scheme::kCooperative ||
-      cluster_has_all_samples(problem, plan)) {
+  if (error != cudaSuccess || sums == nullptr ||
+      plan.scheme == Scheme::kCooperative) {
     return error;
   }
-  return launch_parameter_gradients<TY>(problem, rows, sums, arguments, stream);
+  return launch_parameter_gradients<TY>(problem, plan, sums, arguments, stream);
 }
 
 } // namespace gn_override

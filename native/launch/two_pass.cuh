@@ -6,6 +6,7 @@
 #include "native/kernels/two_pass.cuh"
 #include "native/launch/parameter_gradients.cuh"
 #include "native/launch/two_pass.h"
+#include "native/plan/workspace_cuda.h"
 
 namespace gn_override {
 
@@ -41,9 +42,10 @@ cudaError_t two_pass_forward(
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wide = problem.statistics_dtype() == DType::kFloat;
-  const int64_t slots = problem.G + plan.column_tiles - 1;
+  const CUDAWorkspace workspace(problem, plan);
   auto* const partial = static_cast<Moments<Acc>*>(arguments.workspace);
-  auto* const moments = partial + problem.N * plan.splits * slots;
+  auto* const moments =
+      static_cast<Moments<Acc>*>(workspace.groups(arguments.workspace));
   const auto* const X = static_cast<const T*>(arguments.X);
 
   cudaError_t error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
@@ -114,8 +116,10 @@ cudaError_t two_pass_backward(
   const ParameterIn<TY> rstd{arguments.rstd, wide};
   const ParameterIn<TY> gamma{arguments.gamma, is_float};
   const ParameterIn<TY> beta{arguments.beta, is_float}; // kFused alone
+  const CUDAWorkspace workspace(problem, plan);
   auto* const sums = static_cast<Pair<Acc>*>(arguments.workspace);
-  auto* const coefficients = sums + problem.N * plan.splits * problem.C;
+  auto* const coefficients =
+      static_cast<Pair<Acc>*>(workspace.groups(arguments.workspace));
   const auto* const dY = static_cast<const TY*>(arguments.dY);
   const auto* const X = static_cast<const T*>(arguments.X);
 
@@ -171,8 +175,8 @@ cudaError_t two_pass_backward(
     }
   }
   if (error == cudaSuccess) {
-    error = launch_parameter_gradients<TY>(
-        problem, problem.N * plan.splits, sums, arguments, stream);
+    error =
+        launch_parameter_gradients<TY>(problem, plan, sums, arguments, stream);
   }
   return error;
 }

@@ -7,6 +7,7 @@
 
 #include "native/plan/policy.h"
 #include "native/plan/shared_memory.h"
+#include "native/plan/workspace_cuda.h"
 
 namespace gn_override {
 
@@ -308,13 +309,9 @@ Candidate resident_candidate(
   if (resident < 1) {
     return result;
   }
-  const bool leaves_sums = problem.direction == Direction::kBackward &&
-      !cluster_has_all_samples(problem, plan);
-  if (leaves_sums) {
-    plan.workspace_bytes = static_cast<size_t>(
-        2 * problem.accumulator_bytes() * problem.N * splits * problem.C);
-  }
-  if (splits > 1 && exceeds_workspace_share(problem, plan.workspace_bytes)) {
+  const int64_t workspace = CUDAWorkspace(problem, plan).bytes();
+  plan.workspace_bytes = static_cast<size_t>(workspace);
+  if (splits > 1 && exceeds_workspace_share(problem, workspace)) {
     return result;
   }
 
@@ -337,7 +334,7 @@ Candidate resident_candidate(
       of(kFoldedChannel, problem) * plan.columns * plan.vector +
       kClusterBarrier * std::bit_width(static_cast<unsigned>(cluster - 1));
   result.nanoseconds = of(kResidentCall, problem) +
-      (leaves_sums ? kParameterGradients : 0) + kThread * first_threads +
+      (workspace > 0 ? kParameterGradients : 0) + kThread * first_threads +
       moved + (waves - 1) * phase_change + waves * of_wave;
   if (problem.is_fused()) {
     result.nanoseconds += (1 + kLostActivationThreads / first_threads) *
@@ -468,14 +465,9 @@ Candidate cooperative_candidate(
             (plan.splits * tiles * samples * plan.threads * of_pixel));
   }
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
-  // What the blocks found of each group: Moments, or two sums. And sums of each
-  // channel.
-  const bool forward = problem.direction == Direction::kForward;
-  const int64_t results =
-      problem.G * (forward ? 4 : 2) + (forward ? 0 : 2 * problem.C);
-  plan.workspace_bytes = static_cast<size_t>(
-      problem.accumulator_bytes() * problem.N * plan.splits * results);
-  if (exceeds_workspace_share(problem, plan.workspace_bytes)) {
+  const int64_t workspace = CUDAWorkspace(problem, plan).bytes();
+  plan.workspace_bytes = static_cast<size_t>(workspace);
+  if (exceeds_workspace_share(problem, workspace)) {
     return result;
   }
 
@@ -497,7 +489,9 @@ Candidate cooperative_candidate(
                of(kCooperativeBytesPerNs, problem));
   if (problem.is_fused()) {
     // Backward, what is read again is differentiated again.
-    const double evaluations = forward ? 1 : 1 + pixels_again / of_thread;
+    const double evaluations = problem.direction == Direction::kForward
+        ? 1
+        : 1 + pixels_again / of_thread;
     result.nanoseconds +=
         waves * evaluations * kActivation * elements_of_block(plan);
   }
@@ -598,14 +592,6 @@ std::optional<Plan> plan_two_pass(
     return ceil_div(problem.HxW, plan.rows * pixels_of_thread);
   };
 
-  // Forward: the Moments of each split's segments (see two_pass.cuh), then of
-  // each group. Backward: two sums of each split's channels, then two
-  // coefficients of each group.
-  const int64_t partials =
-      forward ? problem.G + plan.column_tiles - 1 : problem.C;
-  const int64_t of_partial =
-      (forward ? 4 : 2) * problem.accumulator_bytes() * problem.N;
-
   int64_t wanted =
       ceil_div(kTwoPassBlocks * device.sm_count, problem.N * plan.column_tiles);
   if (is_narrow(problem)) {
@@ -616,10 +602,11 @@ std::optional<Plan> plan_two_pass(
         std::max(wanted, std::min(splits_of(walk), kMostResults / results));
   }
   int64_t most = splits_of(kPixelsInFlight);
+  const CUDAWorkspace of_one(problem, plan); // split
   if (exceeds_workspace_share(
-          problem, (most * partials + problem.G) * of_partial)) {
-    const int64_t share = problem.bytes() / kWorkspaceShare / of_partial;
-    most = std::max<int64_t>(1, (share - problem.G) / partials);
+          problem, most * of_one.of_splits + of_one.of_groups)) {
+    const int64_t share = problem.bytes() / kWorkspaceShare;
+    most = std::max<int64_t>(1, (share - of_one.of_groups) / of_one.of_splits);
   }
   const int64_t splits = device.pins.splits > 0
       ? device.pins.splits
@@ -636,7 +623,7 @@ std::optional<Plan> plan_two_pass(
           problem.direction, problem.D(), plan.vector, plan.columns, plan.rows);
 
   plan.workspace_bytes =
-      static_cast<size_t>(of_partial * (plan.splits * partials + problem.G));
+      static_cast<size_t>(CUDAWorkspace(problem, plan).bytes());
   return plan;
 }
 
@@ -711,6 +698,9 @@ constexpr Condition kChannelsLast{
     [](const Problem& problem, const Device&) {
       return problem.channels_last;
     }};
+constexpr Condition kAddsNothing{
+    "nothing to add to X: these kernels read X alone",
+    [](const Problem& problem, const Device&) { return !problem.adds; }};
 constexpr Condition kNotEmpty{
     "at least one sample",
     [](const Problem& problem, const Device&) { return problem.N > 0; }};
@@ -799,6 +789,7 @@ constexpr std::array kCooperativeConditions{
 };
 constexpr std::array kTwoPassConditions{
     kChannelsLast,
+    kAddsNothing,
     kNotEmpty,
     kFitsGrid,
     kCudaDevice,

@@ -29,6 +29,17 @@ constexpr int channels_of_one_group(int64_t D, int vector) {
   return even < vector ? static_cast<int>(even) : vector;
 }
 
+// Accumulators of a partial result of the statistics, Moments; and of a Pair of
+// sums, as which the backward pass has its own.
+constexpr int kMomentsSize = 4;
+constexpr int kPairSize = 2;
+
+// Bytes of a partial result.
+constexpr int64_t partial_bytes(const Problem& problem) {
+  return problem.accumulator_bytes() *
+      (problem.direction == Direction::kForward ? kMomentsSize : kPairSize);
+}
+
 // Accumulators that the threads of a block fold their results in: (mean, M2) of
 // each thread's channels, merged as far as they are of one group, in columns of
 // an odd number of places; or two sums of each channel of half of the rows.
@@ -92,8 +103,8 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   // A block's results: in parts of a warp where several fold a group.
   const int64_t parts = std::max<int64_t>(groups, plan.threads / 32);
   const int64_t blocks = plan.scheme == Scheme::kResident ? plan.splits : 0;
-  const int64_t wide = (forward ? 4 : 2) * accumulator;
-  const int64_t pair = 2 * accumulator;
+  const int64_t partial = partial_bytes(problem);
+  const int64_t pair = kPairSize * accumulator;
 
   ResidentLayout layout = {};
   const int64_t kept = pixels * plan.threads * plan.vector;
@@ -106,8 +117,8 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   const int64_t found = cluster_has_all_samples(problem, plan)
       ? channels + plan.cluster // rounded up to a share of each block
       : 0;
-  layout.total = layout.slots + wide * (blocks * parts + found);
-  layout.moments = layout.total + wide * groups;
+  layout.total = layout.slots + partial * (blocks * parts + found);
+  layout.moments = layout.total + partial * groups;
   layout.parameters = layout.moments + (forward ? 0 : pair * groups);
   layout.maps = layout.parameters + pair * channels;
   layout.channels = layout.maps +
