@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gn_override
+from gn_override._clock import seconds_of
 from gn_override._explain import cpu_name
 
 Row = dict[str, Any]
@@ -131,19 +132,13 @@ def time_rounds(steps: Mapping[str, Step], seconds: float) -> dict[str, list[flo
     while rounds <= _LEAST_ROUNDS or time.perf_counter() < end:
         for name, step in steps.items():
             with gn_override._switched(name.endswith(OURS)):
-                first = _seconds_of(step)
+                first = seconds_of(step, "cpu")
                 calls = min(max(2, round(_TURN_SECONDS / first)), _MOST_CALLS)
-                turn = [1e3 * _seconds_of(step) for _ in range(calls)]
+                turn = [1e3 * seconds_of(step, "cpu") for _ in range(calls)]
             if rounds > 0:
                 times[name] += turn
         rounds += 1
     return times
-
-
-def _seconds_of(step: Step) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import gn_override
 from gn_override import _bench
 from gn_override.__main__ import to_json
+from gn_override._clock import seconds_of
 
 _SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -240,20 +241,6 @@ def _stepper(case: _Case, network: nn.Module, x: Tensor) -> Callable[[], Tensor]
     return train if case.training else infer
 
 
-def _seconds(step: Callable[[], Tensor], device: str) -> float:
-    """Time of one step: by events on the GPU, by the clock on the CPU."""
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
-    step()
-    return time.perf_counter() - begin
-
-
 @contextlib.contextmanager
 def no_tf32() -> Iterator[None]:
     """No TF32 inside."""
@@ -354,7 +341,7 @@ def _run(case: _Case, device: str, rounds: int, seconds: float, say: Callable[[s
         progress(f"timing {index}/{rounds}")
         for enabled in (False, True):
             with gn_override._switched(enabled):
-                elapsed = _seconds(step, device)
+                elapsed = seconds_of(step, device)
             if index:  # the first round warms up
                 times[enabled].append(elapsed)
         if index and time.perf_counter() > deadline:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import normalization
 
 from gn_override import _activations, _autocast, _library
+from gn_override._clock import seconds_of
 from gn_override.nn import GroupNorm
 
 # How often X, and backward dY, is read again after the first time, by rule of native/plan.
@@ -361,21 +361,8 @@ def _copy_speed(device: torch.device) -> float:
     """Bytes read and written a second by a copy of 64 MiB on the device: the best of ten."""
     source = torch.zeros(1 << 26, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = math.inf
-    for _ in range(10):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            seconds = start.elapsed_time(end) / 1e3
-        else:
-            begin = time.perf_counter()
-            target.copy_(source)
-            seconds = time.perf_counter() - begin
-        best = min(best, seconds)
-    return 2 * source.numel() / best
+    seconds = min(seconds_of(lambda: target.copy_(source), device.type) for _ in range(10))
+    return 2 * source.numel() / seconds
 
 
 def _quantity(value: float, unit: str, digits: int = 3) -> str:

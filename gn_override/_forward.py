@@ -117,32 +117,81 @@ def read(function: Any) -> Forward:
     return Forward(function)
 
 
-def depends_on_class(function: FunctionType) -> bool:
-    """Whether a method would do something else in a subclass: it passes the class of its object to
-    super(), which would find the method itself again, or stores to an attribute of that class.
+def depends_on_class(function: FunctionType, is_class_method: bool = False) -> bool:
+    """Whether a method may do something else in a subclass.
 
-    Other questions for the class, as for its name, have the same answers.
+    Nothing may store to the class of an object, or pass it to super(), which would find the method
+    itself again. What the method does with its own object's class has to be among what a subclass
+    that adds a forward answers like its base: attributes and calls of it, texts. That leaves out
+    comparisons, keys of tables, isinstance() and other functions. A class method, whose class is
+    often passed on, may do these.
     """
-    names = _names(function.__code__)
-    if not names & {"type", "__class__"}:
+    named = names(function.__code__)
+    if not is_class_method and not named & {"type", "__class__"}:
         return False
     try:
         _, definition = _definition(function.__code__)
     except Unreadable:
-        return "super" in names
+        return "super" in named
     nodes = list(ast.walk(definition))
-    aliases = {
-        _target(node) for node in nodes if isinstance(node, ast.Assign) and _is_class(node.value)
-    } - {""}
+    first = function.__code__.co_varnames[0] if function.__code__.co_argcount else ""
+    # Variables that hold the class of an object, and those that hold the class of this one.
+    variables = {first} if is_class_method else set()
+    own_variables: set[str] = set()
     for node in nodes:
-        owner: ast.expr | None = None
-        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            owner = node.value
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name):
-            owner = node.args[0] if node.func.id in ("super", "setattr", "delattr") else None
-        if owner and (_is_class(owner) or (isinstance(owner, ast.Name) and owner.id in aliases)):
-            return True
+        if isinstance(node, ast.Assign) and _is_class(node.value) and (target := _target(node)):
+            variables.add(target)
+            if _is_class(node.value, of=first):
+                own_variables.add(target)
+
+    for node in nodes:
+        for child in ast.iter_child_nodes(node):
+            variable = child.id if isinstance(child, ast.Name) else ""
+            if (_is_class(child) or variable in variables) and _changes_class(node, child):
+                return True
+            if isinstance(child, ast.Name) and not isinstance(child.ctx, ast.Load):
+                continue
+            if (
+                not is_class_method
+                and (_is_class(child, of=first) or variable in own_variables)
+                and not _is_inherited(node, child)
+            ):
+                return True
     return False
+
+
+def _changes_class(use: ast.AST, kind: ast.AST) -> bool:
+    """Whether a use of an expression for a class stores to that class, or is super()'s."""
+    if isinstance(use, ast.Attribute):
+        return not isinstance(use.ctx, ast.Load)
+    return _passes_first(use, kind, {"super", "setattr", "delattr"})
+
+
+def _is_inherited(use: ast.AST, kind: ast.AST) -> bool:
+    """Whether a use of an expression for a class has the same result for a subclass."""
+    if isinstance(use, ast.Attribute):
+        return use.attr not in _OF_CLASS_ALONE
+    if isinstance(use, ast.Call) and use.func is kind:
+        return True
+    if isinstance(use, ast.Assign):
+        return bool(_target(use))
+    return isinstance(use, (ast.FormattedValue, ast.Expr)) or _passes_first(
+        use, kind, {"getattr", "hasattr", "issubclass", "print", "repr", "str"}
+    )
+
+
+def _passes_first(use: ast.AST, value: ast.AST, functions: set[str]) -> bool:
+    """Whether this is a call of one of these functions, with the value as its first argument."""
+    return (
+        isinstance(use, ast.Call)
+        and isinstance(use.func, ast.Name)
+        and use.func.id in functions
+        and use.args[:1] == [value]
+    )
+
+
+# Attributes of a class that none inherits, or that lead to its bases.
+_OF_CLASS_ALONE = {"__base__", "__bases__", "__dict__", "__mro__", "__subclasses__", "mro"}
 
 
 class Forward:
@@ -286,16 +335,24 @@ def _code_in(code: CodeType) -> Iterator[CodeType]:
             yield from _code_in(value)
 
 
-def _names(code: CodeType) -> set[str]:
+def names(code: CodeType) -> set[str]:
     """The global variables and attributes that code and what is in it names."""
     return {name for inner in _code_in(code) for name in inner.co_names}
 
 
-def _is_class(expression: ast.expr) -> bool:
-    """`self.__class__` or `type(self)`."""
-    if isinstance(expression, ast.Attribute):
-        return expression.attr == "__class__"
-    return isinstance(expression, ast.Call) and _path(expression.func) == ["type"]
+def _is_class(expression: ast.AST, of: str | None = None) -> bool:
+    """`self.__class__` or `type(self)`, of any object or of a variable."""
+    if isinstance(expression, ast.Attribute) and expression.attr == "__class__":
+        owner = expression.value
+    elif (
+        isinstance(expression, ast.Call)
+        and _path(expression.func) == ["type"]
+        and len(expression.args) == 1
+    ):
+        owner = expression.args[0]
+    else:
+        return False
+    return of is None or _path(owner) == [of]
 
 
 def _symbols(code: CodeType) -> tuple[Any, ...]:

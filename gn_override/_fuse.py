@@ -468,8 +468,8 @@ def _fused_class(kind: _Class, parts: frozenset[_Part]) -> _Class:
 
 
 def _make_fused_class(kind: _Class, parts: frozenset[_Part], source: dict[str, Any]) -> _Class:
-    for method in _methods(kind):
-        if _forward.depends_on_class(method):
+    for method, is_class_method in _methods(kind):
+        if _forward.depends_on_class(method, is_class_method):
             raise _forward.Unreadable(
                 f"belongs to a class whose {method.__name__}() depends on the class of self"
             )
@@ -496,18 +496,42 @@ def _make_fused_class(kind: _Class, parts: frozenset[_Part], source: dict[str, A
         raise _forward.Unreadable("belongs to a class that allows no subclass") from None
 
 
-def _methods(kind: _Class) -> Iterator[FunctionType]:
-    """The methods of a class, and of its bases that are not PyTorch's."""
+def _methods(kind: _Class) -> Iterator[tuple[FunctionType, bool]]:
+    """The methods of a class, and of its bases that are not PyTorch's, that its objects may still
+    run, and whether they are class methods: of these the ones that a method names."""
+    methods: list[FunctionType] = []
+    class_methods: list[tuple[str, FunctionType]] = []
     for base in kind.__mro__:
-        if base.__module__.split(".")[0] == "torch":
+        if base is _Fused or base.__module__.split(".")[0] == "torch":
             continue
-        for value in vars(base).values():
-            functions = (value.fget, value.fset) if isinstance(value, property) else (value,)
-            for function in functions:
-                if isinstance(function, FunctionType):
-                    unwrapped: Any = inspect.unwrap(function)
-                    if isinstance(unwrapped, FunctionType):
-                        yield unwrapped
+        for name, value in vars(base).items():
+            for function in _functions(value):
+                if name in _MAKERS or not isinstance(function, (FunctionType, _Cached)):
+                    continue
+                unwrapped: Any = inspect.unwrap(function)
+                if not isinstance(unwrapped, FunctionType):
+                    continue
+                if isinstance(value, classmethod):
+                    class_methods.append((name, unwrapped))
+                else:
+                    methods.append(unwrapped)
+    named = {name for method in methods for name in _forward.names(method.__code__)}
+    yield from ((method, False) for method in methods)
+    yield from ((method, True) for name, method in class_methods if name in named)
+
+
+# They run when a class or an object is made; of a fused one, _Fused makes copies.
+_MAKERS = {"__init__", "__init_subclass__", "__new__", "__reduce__", "__reduce_ex__"}
+_Cached = type(functools.cache(len))
+
+
+def _functions(attribute: Any) -> tuple[Any, ...]:
+    """What runs where an attribute of a class is called, read, set or deleted."""
+    if isinstance(attribute, property):
+        return attribute.fget, attribute.fset, attribute.fdel
+    if isinstance(attribute, functools.cached_property):
+        return (attribute.func,)
+    return (attribute.__func__ if isinstance(attribute, classmethod) else attribute,)
 
 
 @functools.wraps(nn.Sequential.forward)

@@ -1494,6 +1494,94 @@ class SetsOnItsClass(ActivatedNorm):
         setattr(type(self), "noted", True)  # noqa: B010
 
 
+class CountsInAClassMethod(ActivatedNorm):
+    count = 0
+
+    @classmethod
+    def note(cls) -> None:
+        cls.count += 1
+
+    def train(self, mode: bool = True) -> Any:
+        self.note()
+        return super().train(mode)
+
+
+class CountsWhatIsCached(ActivatedNorm):
+    count = 0
+
+    @functools.cached_property
+    def mode(self) -> str:
+        type(self).count += 1
+        return "norm"
+
+
+class CountsWhatIsRemembered(ActivatedNorm):
+    count = 0
+
+    @functools.cache  # noqa: B019
+    def mode(self) -> str:
+        type(self).count += 1
+        return "norm"
+
+
+class CountsWhatIsDeleted(ActivatedNorm):
+    @property
+    def mode(self) -> str:
+        return "norm"
+
+    @mode.deleter
+    def mode(self) -> None:
+        del type(self).count
+
+
+class AnnotatesItsClass(ActivatedNorm):
+    def note(self) -> None:
+        kind: Any = type(self)
+        kind.noted = True
+
+
+class UnpacksItsClass(ActivatedNorm):
+    def note(self) -> None:
+        kind, value = type(self), True
+        kind.noted = value
+
+
+class NamesItsClassInATest(ActivatedNorm):
+    def note(self) -> None:
+        if kind := type(self):
+            kind.noted = True
+
+
+class IsExactly(ActivatedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x)) if type(self) is IsExactly else x
+
+
+class IsEqualTo(ActivatedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        kind = self.__class__
+        if kind == IsEqualTo:
+            x = x + 1
+        return self.act(self.norm(x))
+
+
+class LooksItsClassUp(ActivatedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x)) * {LooksItsClassUp: 2}[type(self)]
+
+
+class ReadsItsOwnAttributes(ActivatedNorm):
+    scale = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x)) * type(self).__dict__["scale"]
+
+
+class FindsThoseOfItsClass(ActivatedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x)) * isinstance(self.norm, type(self))
+
+
 @pytest.mark.parametrize(
     "kind, method",
     [
@@ -1502,6 +1590,18 @@ class SetsOnItsClass(ActivatedNorm):
         (SuperOfAVariable, "train"),
         (InheritsACount, "note"),
         (SetsOnItsClass, "note"),
+        (CountsInAClassMethod, "note"),
+        (CountsWhatIsCached, "mode"),
+        (CountsWhatIsRemembered, "mode"),
+        (CountsWhatIsDeleted, "mode"),
+        (AnnotatesItsClass, "note"),
+        (UnpacksItsClass, "note"),
+        (NamesItsClassInATest, "note"),
+        (IsExactly, "forward"),
+        (IsEqualTo, "forward"),
+        (LooksItsClassUp, "forward"),
+        (ReadsItsOwnAttributes, "forward"),
+        (FindsThoseOfItsClass, "forward"),
     ],
 )
 def test_classes_that_depend_on_the_class_of_self(kind: type[Calls], method: str) -> None:
@@ -1513,14 +1613,39 @@ def test_classes_that_depend_on_the_class_of_self(kind: type[Calls], method: str
     model.eval()
 
 
-class AsksForItsName(ActivatedNorm):
+class AsksItsClass(ActivatedNorm):
+    """In ways in which a subclass answers alike."""
+
+    scale = 1.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_itself = type(self) is AsksItsClass
+
+    @classmethod
+    def rescale(cls, scale: float) -> None:  # which no method calls
+        cls.scale = scale
+
+    @classmethod
+    def made_of(cls) -> list[type]:
+        return [cls]
+
     def extra_repr(self) -> str:
-        same = isinstance(self, self.__class__) and type(self).__name__ == type(self.act).__name__
-        return f"{self.__class__.__name__} {same} {super().extra_repr()}"
+        kind = type(self)
+        name = f"{kind} {kind.__name__} {hasattr(type(self), 'scale')} {len(self.made_of())}"
+        return f"{name} {issubclass(self.__class__, nn.Module)} {super().extra_repr()}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            raise TypeError
+        return self.act(self.norm(x)) * self.__class__.scale * getattr(type(self), "scale", 0)
 
 
-def test_classes_that_ask_for_their_name() -> None:
-    check_fused(AsksForItsName(), image(), pairs=1, calls_made=1)
+def test_classes_that_ask_what_a_subclass_answers_alike() -> None:
+    model = AsksItsClass()
+    text = repr(model)
+    check_fused(model, image(), pairs=1, calls_made=1)
+    assert repr(model) == text
 
 
 class Doubled(nn.GroupNorm):

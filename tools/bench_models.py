@@ -47,6 +47,7 @@ from torch import Tensor, nn
 import gn_override
 from gn_override import _calls
 from gn_override._bench import relative_error
+from gn_override._clock import seconds_of
 from gn_override._demo import calls_taken, no_tf32, randomise_affine
 
 Step = Callable[[], Tensor]
@@ -209,23 +210,6 @@ class Variant:
 
     step: Step
     on: bool = False
-
-
-def seconds_of(step: Callable[[], object], device: str, count: int) -> float:
-    """Mean time of `count` steps run back to back."""
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        for _ in range(count):
-            step()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / count
-    begin = time.perf_counter()
-    for _ in range(count):
-        step()
-    return (time.perf_counter() - begin) / count
 
 
 def measure(row: Row, variants: Mapping[str, Variant], setting: Setting) -> None:

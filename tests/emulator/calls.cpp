@@ -195,6 +195,9 @@ std::string run_call(const Call& call) {
   emulator::clear_prefetched();
   const Problem problem = problem_of(call);
   const Plan plan = make_plan(problem, device_of(call));
+  if (plan.scheme == Scheme::kAten) {
+    return to_string(plan);
+  }
   const Workspace workspace(plan.workspace_bytes);
   const LateOperands operands(problem, call);
   cudaError_t error = cudaSuccess;
