@@ -90,6 +90,33 @@ void parallel(
       &body);
 }
 
+// body(i) for all items; each thread takes its own from the first on, or from
+// the last.
+template <typename Body>
+void for_each(
+    const ParallelFor& parallel_for,
+    int64_t count,
+    int64_t elements,
+    Body body) {
+  parallel(parallel_for, count, elements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      body(i);
+    }
+  });
+}
+template <typename Body>
+void for_each_from_last(
+    const ParallelFor& parallel_for,
+    int64_t count,
+    int64_t elements,
+    Body body) {
+  parallel(parallel_for, count, elements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = end - 1; i >= begin; --i) {
+      body(i);
+    }
+  });
+}
+
 void run_serially(
     int64_t count,
     int64_t,
@@ -294,48 +321,31 @@ void cpu_forward(
           .shift = batch.map(n, 2),
           .activation = problem.activation};
     };
-    parallel(
-        pool,
-        batch.chunks(),
-        batch.chunk_cost(),
-        [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            element.moments(
-                batch.rows(arguments.X, i),
-                batch.chunk(i, stream),
-                batch.partial(i, 0),
-                batch.partial(i, 1));
-          }
-        });
-    parallel(
-        pool,
-        batch.ranges(),
-        batch.merge_cost(),
-        [&](int64_t begin, int64_t end) {
-          for (int64_t j = begin; j < end; ++j) {
-            const int64_t n = batch.sample_of_range(j);
-            parameter.finish_statistics(
-                batch.sample(j),
-                arguments.gamma,
-                arguments.beta,
-                arguments.eps,
-                batch.groups(arguments.mean, n),
-                batch.groups(arguments.rstd, n),
-                affine(n));
-          }
-        });
-    parallel(
-        pool,
-        batch.chunks(),
-        batch.chunk_cost(),
-        [&](int64_t begin, int64_t end) {
-          for (int64_t i = end - 1; i >= begin; --i) {
-            element.normalise(
-                batch.rows(arguments.X, i),
-                batch.rows(arguments.Y, i),
-                batch.chunk(i, stream),
-                affine(batch.sample_of_chunk(i)));
-          }
+    for_each(pool, batch.chunks(), batch.chunk_cost(), [&](int64_t i) {
+      element.moments(
+          batch.rows(arguments.X, i),
+          batch.chunk(i, stream),
+          batch.partial(i, 0),
+          batch.partial(i, 1));
+    });
+    for_each(pool, batch.ranges(), batch.merge_cost(), [&](int64_t j) {
+      const int64_t n = batch.sample_of_range(j);
+      parameter.finish_statistics(
+          batch.sample(j),
+          arguments.gamma,
+          arguments.beta,
+          arguments.eps,
+          batch.groups(arguments.mean, n),
+          batch.groups(arguments.rstd, n),
+          affine(n));
+    });
+    for_each_from_last(
+        pool, batch.chunks(), batch.chunk_cost(), [&](int64_t i) {
+          element.normalise(
+              batch.rows(arguments.X, i),
+              batch.rows(arguments.Y, i),
+              batch.chunk(i, stream),
+              affine(batch.sample_of_chunk(i)));
         });
   };
   for_batches(problem, plan, layout, workspace, parallel_for, step);
@@ -368,52 +378,34 @@ void cpu_backward(
           .beta = problem.is_fused() ? batch.map(n, 4) : nullptr,
           .activation = problem.activation};
     };
-    parallel(
-        pool,
-        batch.ranges(),
-        batch.expand_cost(),
-        [&](int64_t begin, int64_t end) {
-          for (int64_t j = begin; j < end; ++j) {
-            const int64_t n = batch.sample_of_range(j);
-            parameter.expand_parameters(
-                batch.sample(j),
-                arguments.gamma,
-                arguments.beta,
-                batch.groups(arguments.mean, n),
-                batch.groups(arguments.rstd, n),
-                gradient(n));
-          }
-        });
-    parallel(
-        pool,
-        batch.chunks(),
-        2 * batch.chunk_cost(),
-        [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            element.gradient_sums(
-                batch.rows(arguments.dY, i),
-                batch.rows(arguments.X, i),
-                dZ ? batch.rows(dZ, i) : nullptr,
-                batch.chunk(i, stream),
-                gradient(batch.sample_of_chunk(i)),
-                batch.partial(i, 0),
-                batch.partial(i, 1));
-          }
-        });
-    parallel(
-        pool,
-        batch.ranges(),
-        batch.merge_cost(),
-        [&](int64_t begin, int64_t end) {
-          for (int64_t j = begin; j < end; ++j) {
-            const int64_t n = batch.sample_of_range(j);
-            parameter.finish_sums(
-                batch.sample(j),
-                arguments.gamma,
-                batch.groups(arguments.rstd, n),
-                gradient(n));
-          }
-        });
+    for_each(pool, batch.ranges(), batch.expand_cost(), [&](int64_t j) {
+      const int64_t n = batch.sample_of_range(j);
+      parameter.expand_parameters(
+          batch.sample(j),
+          arguments.gamma,
+          arguments.beta,
+          batch.groups(arguments.mean, n),
+          batch.groups(arguments.rstd, n),
+          gradient(n));
+    });
+    for_each(pool, batch.chunks(), 2 * batch.chunk_cost(), [&](int64_t i) {
+      element.gradient_sums(
+          batch.rows(arguments.dY, i),
+          batch.rows(arguments.X, i),
+          dZ ? batch.rows(dZ, i) : nullptr,
+          batch.chunk(i, stream),
+          gradient(batch.sample_of_chunk(i)),
+          batch.partial(i, 0),
+          batch.partial(i, 1));
+    });
+    for_each(pool, batch.ranges(), batch.merge_cost(), [&](int64_t j) {
+      const int64_t n = batch.sample_of_range(j);
+      parameter.finish_sums(
+          batch.sample(j),
+          arguments.gamma,
+          batch.groups(arguments.rstd, n),
+          gradient(n));
+    });
     if (want_totals) {
       parallel(
           pool,
@@ -433,23 +425,18 @@ void cpu_backward(
           });
     }
     if (problem.want_dX) {
-      parallel(
-          pool,
-          batch.chunks(),
-          2 * batch.chunk_cost(),
-          [&](int64_t begin, int64_t end) {
-            for (int64_t i = end - 1; i >= begin; --i) {
-              cpu::Gradient map = gradient(batch.sample_of_chunk(i));
-              if (dZ) {
-                map.activation = Activation::kIdentity;
-              }
-              element.input_gradient(
-                  batch.rows(dZ ? dZ : arguments.dY, i),
-                  batch.rows(arguments.X, i),
-                  batch.rows(arguments.dX, i),
-                  batch.chunk(i, stream),
-                  map);
+      for_each_from_last(
+          pool, batch.chunks(), 2 * batch.chunk_cost(), [&](int64_t i) {
+            cpu::Gradient map = gradient(batch.sample_of_chunk(i));
+            if (dZ) {
+              map.activation = Activation::kIdentity;
             }
+            element.input_gradient(
+                batch.rows(dZ ? dZ : arguments.dY, i),
+                batch.rows(arguments.X, i),
+                batch.rows(arguments.dX, i),
+                batch.chunk(i, stream),
+                map);
           });
     }
   };

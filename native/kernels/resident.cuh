@@ -193,9 +193,6 @@ __device__ __forceinline__ void prefetch_of_next_wave(
   }
 }
 
-template <int a, int b>
-constexpr int kSmaller = a < b ? a : b;
-
 // -- forward -----------------------------------------------------------------
 
 // per_group is 1 / (HxW D). of_chip[n][g][split]: for the exchange of the whole
@@ -363,8 +360,8 @@ __global__ void __launch_bounds__(
     ++wave;
     const int64_t next_offset = offset +
         waves.samples.divisor() * shape.HxW * static_cast<int64_t>(shape.C);
-    const bool next_exists = kWholeChip && wave < waves.count &&
-        at.n + waves.samples.divisor() < shape.N;
+    const bool next_exists =
+        kWholeChip && at.n + waves.samples.divisor() < shape.N;
 
     if (at.active && exists) {
       constexpr int kSharing = kWholeChip ? kNeighbours : 1; // kFused alone
@@ -628,7 +625,7 @@ __global__ void __launch_bounds__(
       read_moments(shape, at.channel, moments_of, mean, rstd);
       ring.read(copy_from(offset), [&](int first, int place, auto pixels) {
         const bool stays = ring.stays(first);
-        for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
+        for_each_run_of_pixels<std::min(decltype(pixels)::value, kAtOnce)>(
             decltype(pixels)::value, [&](int i, auto at_once) {
               Vector<TY, kVector> dy[decltype(at_once)::value];
               Vector<T, kVector> x[decltype(at_once)::value];
@@ -725,8 +722,8 @@ __global__ void __launch_bounds__(
     ++wave;
     const int64_t next_offset = offset +
         waves.samples.divisor() * shape.HxW * static_cast<int64_t>(shape.C);
-    const bool next_exists = kWholeChip && wave < waves.count &&
-        at.n + waves.samples.divisor() < shape.N;
+    const bool next_exists =
+        kWholeChip && at.n + waves.samples.divisor() < shape.N;
     if (next_exists) {
       const int64_t index =
           (at.n + waves.samples.divisor()) * shape.G + item.first_group;
@@ -748,9 +745,8 @@ __global__ void __launch_bounds__(
               return;
             }
             const auto write = [&](auto most_at_once, const auto& dZ_of_dY) {
-              for_each_run_of_pixels<kSmaller<
-                  decltype(pixels)::value,
-                  decltype(most_at_once)::value>>(
+              for_each_run_of_pixels<std::min(
+                  decltype(pixels)::value, decltype(most_at_once)::value)>(
                   decltype(pixels)::value, [&](int i, auto at_once) {
                     Vector<TY, kVector> dy[decltype(at_once)::value];
                     Vector<T, kVector> x[decltype(at_once)::value];

@@ -174,7 +174,7 @@ inline Tiling tiling_of(
   };
   tiling.lanes_per_exchange = std::clamp(
       lanes_of(segments, kWarpSize),
-      lanes_for((parts + held - 1) / held),
+      lanes_for(static_cast<int>(ceil_div(parts, held))),
       lanes_for(parts));
   return tiling;
 }

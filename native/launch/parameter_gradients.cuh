@@ -19,8 +19,7 @@ cudaError_t launch_parameter_gradients(
   }
   const bool is_float = problem.param_dtype == DType::kFloat;
   return launch_kernel<parameter_gradients<T>>(
-      {.blocks = static_cast<unsigned>(
-           (problem.C + kParameterChannels - 1) / kParameterChannels),
+      {.blocks = static_cast<unsigned>(ceil_div(problem.C, kParameterChannels)),
        .threads = kMaxThreads},
       stream,
       static_cast<int>(problem.C),

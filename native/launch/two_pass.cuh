@@ -26,7 +26,7 @@ cudaError_t with_team(int64_t teams, int64_t items, F f) {
   return f(
       std::false_type(),
       lanes,
-      static_cast<unsigned>((teams + of_block - 1) / of_block));
+      static_cast<unsigned>(ceil_div(teams, of_block)));
 }
 
 template <typename T, typename TY, bool kFused>

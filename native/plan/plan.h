@@ -59,6 +59,9 @@ struct Plan {
 // CUDA: Older devices have no asynchronous copies to shared memory.
 constexpr int kLeastComputeCapability = 80;
 
+// Bytes of X above which a workspace shall be a small share of them.
+constexpr int64_t kLargeTensor = int64_t{64} << 20;
+
 // Blocks of a cluster that find room in any part of a device.
 constexpr int kMostOfAnyCluster = 8;
 

@@ -51,9 +51,8 @@ constexpr int64_t kMostSquaredRows = 16;
 // 128).
 constexpr int64_t kLeastElements = 4096;
 
-// Where X is this large, a chunk has so many bytes of each channel at least, so
-// that the chunks' sums take at most 1.6% of a sample.
-constexpr int64_t kLargeBytes = 64 << 20;
+// Of a large X, a chunk has so many bytes of each channel at least, so that the
+// chunks' sums take at most 1.6% of a sample.
 constexpr int64_t kLeastChannelBytes = 512;
 
 // A row of at least this many elements keeps enough independent sums going to
@@ -68,10 +67,6 @@ constexpr int64_t kLongRow = 512;
 // (the parameters of the map are written `fold` times) is a small part.
 constexpr int64_t kLeastWholeRows = 8;
 constexpr int64_t kLeastFoldedRows = 64;
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Pixels to a row: whole vectors (the smaller ones divide the widest) and
 // enough of them, where the sample has the pixels for it.
@@ -99,7 +94,7 @@ std::optional<Plan> plan_channels_last(
   const auto accurate_rows = static_cast<int64_t>(std::sqrt(
       static_cast<double>(kMostSquaredRows * problem.D() * problem.HxW)));
   const int64_t accurate = std::min(kMostRows, accurate_rows) * fold;
-  const int64_t least = problem.bytes() > kLargeBytes
+  const int64_t least = problem.bytes() > kLargeTensor
       ? kLeastChannelBytes / std::min<int64_t>(size_of(problem.dtype), 4)
       : std::min(
             std::max(kLeastRows, ceil_div(kLeastElements, problem.C)),

@@ -38,10 +38,6 @@ constexpr int64_t kMostResults = 1 << 16;
 // double), so that the last wave is a small part of the work.
 constexpr int64_t kTwoPassBlocks = 8;
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 constexpr int64_t kWideVector = 16; // bytes
 
 // Widest vector, up to 16 bytes of any operand, that tiles a pixel's C channels
@@ -66,7 +62,6 @@ bool is_narrow(const Problem& problem) {
 
 // Workspaces of large tensors shall be at most 2% of X, where a coarser cut of
 // the pixels can make them so.
-constexpr int64_t kLargeTensor = int64_t{64} << 20;
 constexpr int64_t kWorkspaceShare = 50;
 
 bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {

@@ -19,6 +19,10 @@ enum class Direction : uint8_t { kForward, kBackward };
 // What the norm is followed by: Y = activation(Z) with Z the normalised X.
 enum class Activation : uint8_t { kIdentity, kRelu, kSilu, kGelu, kGeluTanh };
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat:

@@ -138,7 +138,7 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
 
 // Pixels that a thread walks, at most.
 constexpr int64_t pixels_of_thread(const Plan& plan) {
-  return (plan.pixels_per_split + plan.rows - 1) / plan.rows;
+  return ceil_div(plan.pixels_per_split, plan.rows);
 }
 
 } // namespace gn_override

@@ -26,7 +26,6 @@ struct CPUWorkspace {
   // threads, and the sums of the runs stay small for any number of samples, and
   // of channels of a large X: a hundredth of it.
   static constexpr int64_t kMostRuns = 64;
-  static constexpr int64_t kLargeTensor = int64_t{64} << 20;
   static constexpr int64_t kShareOfRuns = 100;
 
   int64_t accumulator; // size of one
@@ -66,9 +65,6 @@ struct CPUWorkspace {
         bytes(totals + runs * run_bytes(stride)) {}
 
  private:
-  static constexpr int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-  }
   static constexpr int64_t run_bytes(int64_t stride) {
     return 2 * stride * 8;
   }
