@@ -339,6 +339,15 @@ def test_limits_of_the_schemes(backward):
         assert explain(case, "cuda", backward, dtype="float32")["rule"] == rule, shape
 
 
+def test_one_result_for_each_tiny_group():
+    """Of two elements, which no cluster copies: the workspace has one Moments of each."""
+    case = Case("tiny groups", (1 << 16, 2049, 2), 2049)
+    answer = explain(case, "cuda", False, dtype="float16")
+    assert answer["rule"] == "two_pass", answer
+    segments = case.G + geometry(answer)["column_tiles"] - 1
+    assert answer["workspace_bytes"] == 16 * case.N * segments, answer
+
+
 def test_sums_of_the_whole_chip_are_small():
     """Where they would take more than the share that a workspace may have, it is another scheme."""
     case = Case("sums_of_channels", (300, 2000, 256), 2)

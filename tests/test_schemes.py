@@ -158,6 +158,23 @@ def test_unknown_scheme_is_refused():
         torch.ops.gn_override.pin_plans("fast", 0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    "pin",
+    [
+        ("resident", -1, 0, 0),
+        ("resident", 0, -1, 0),
+        ("cooperative", 0, 0, 415),
+        ("cooperative", 0, 0, 544),
+        ("registers", 0, 0, 672),
+        ("", 0, 0, -32),
+    ],
+    ids=str,
+)
+def test_geometries_that_no_kernel_has_are_refused(pin):
+    with pytest.raises(ValueError, match=r"whole warps of at most \d+ threads"):
+        torch.ops.gn_override.pin_plans(*pin)
+
+
 @pytest.mark.parametrize("scheme", ["resident", "cooperative"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_every_scheme_takes_most_shapes(pin, scheme, dtype):

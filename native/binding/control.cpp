@@ -18,6 +18,7 @@
 #include "native/binding/state.h"
 #include "native/cpu/cpu.h"
 #include "native/plan/plan.h"
+#include "native/plan/shared_memory.h"
 
 namespace gn_override::binding {
 
@@ -233,6 +234,15 @@ void pin_plans_op(
       std::pair{std::string_view("cooperative"), Scheme::kCooperative},
       std::pair{std::string_view("two_pass"), Scheme::kTwoPass},
       std::pair{std::string_view(""), Scheme::kAten}};
+  const int most =
+      scheme == "registers" ? kMaxRegisterThreads : kMaxResidentThreads;
+  TORCH_CHECK_VALUE(
+      columns >= 0 && splits >= 0 && threads >= 0 && threads <= most &&
+          threads % 32 == 0,
+      "gn_override: needs columns >= 0, splits >= 0 and whole warps of at "
+      "most " +
+          std::to_string(most) + " threads, got " + std::to_string(columns) +
+          ", " + std::to_string(splits) + " and " + std::to_string(threads));
   for (const auto& [name, value] : kSchemes) {
     if (name == scheme) {
       pin_plans({

@@ -31,6 +31,22 @@ struct DescribedOnce {
   Device device;
 };
 
+// Whether a kernel's attributes cannot be had as there is no code for the
+// device, or none of which the driver makes any.
+bool means_no_code(cudaError_t error) {
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorJitCompilationDisabled:
+      return true;
+    default:
+      return false;
+  }
+}
+
 // Figures of a device, read once a process; none where there is no code for it.
 // Those of a part of it, which a green context is, are the first such part's.
 Device& cuda_device(int index) {
@@ -44,8 +60,7 @@ Device& cuda_device(int index) {
       described.once, [&device = described.device, device_index, whole] {
         const c10::cuda::CUDAGuard guard(device_index);
         const cudaError_t error = describe_device(device);
-        if (error == cudaErrorNoKernelImageForDevice ||
-            error == cudaErrorInvalidDeviceFunction) {
+        if (means_no_code(error)) {
           cudaGetLastError(); // is not for whoever asks next
           device = {}; // which the policy has no kernels for
         } else {

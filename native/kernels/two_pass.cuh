@@ -68,8 +68,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       });
 }
 
-// moments[n][g], with rstd, in the accumulator's type; mean and rstd are
-// rounded. One team (see Team) for each (n, g).
+// The segments of a sample's first split get the moments of their group, with
+// rstd; mean and rstd are rounded. One team (see Team) for each (n, g), which
+// alone reads the group's segments, and all of them first.
 template <typename T, bool kBlock>
 __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     Shape shape,
@@ -77,8 +78,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     int lanes,
     int vector,
     Accumulator<T> eps,
-    const Moments<Accumulator<T>>* partial,
-    Moments<Accumulator<T>>* moments,
+    Moments<Accumulator<T>>* partial,
     ParameterOut<T> mean_out,
     ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   const int first_tile = first / tile_width;
   const int tiles = last / tile_width - first_tile + 1;
   const int slots = shape.G + tiling.column_tiles.divisor() - 1;
-  const Moments<Acc>* const own =
+  Moments<Acc>* const own =
       partial + n * tiling.splits.divisor() * slots + group + first_tile;
 
   const Acc per_group =
@@ -117,8 +117,14 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
       &per_group);
   of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
 
-  if (!idle && team.rank() == 0) {
-    moments[index] = of_group;
+  __syncthreads(); // all of the segments have been read
+  if (idle) {
+    return;
+  }
+  for (int i = team.rank(); i < tiles; i += team.size()) {
+    own[i] = of_group;
+  }
+  if (team.rank() == 0) {
     mean_out.set(index, of_group.mean);
     rstd_out.set(index, of_group.second);
   }
@@ -132,7 +138,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         Shape shape,
         Tiling tiling,
         const T* X,
-        const Moments<Accumulator<T>>* moments,
+        const Moments<Accumulator<T>>* partial,
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta,
         Activation activation, // kFused alone
@@ -148,10 +154,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   Acc bias[kVector];
   gamma.read(at.channel, 1, weight);
   beta.read(at.channel, 0, bias);
+  const int slots = shape.G + tiling.column_tiles.divisor() - 1;
+  const Moments<Acc>* const own =
+      partial + at.n * tiling.splits.divisor() * slots + at.tile;
+  const auto moments_of = [&](int group) { return own[group]; };
   const Normalization<T, TY, kVector, kFused> normalization(
-      shape, at.channel, activation, weight, bias, [&](int group) {
-        return moments[at.n * shape.G + group];
-      });
+      shape, at.channel, activation, weight, bias, moments_of);
   const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
   const int64_t offset = at.offset(shape);
   for_each_run_of_pixels<kBatch<T, kVector>>(

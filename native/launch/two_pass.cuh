@@ -42,10 +42,7 @@ cudaError_t two_pass_forward(
   const auto threads = static_cast<unsigned>(plan.threads);
   const bool is_float = problem.param_dtype == DType::kFloat;
   const bool wide = problem.statistics_dtype() == DType::kFloat;
-  const CUDAWorkspace workspace(problem, plan);
   auto* const partial = static_cast<Moments<Acc>*>(arguments.workspace);
-  auto* const moments =
-      static_cast<Moments<Acc>*>(workspace.groups(arguments.workspace));
   const auto* const X = static_cast<const T*>(arguments.X);
 
   cudaError_t error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
@@ -76,8 +73,7 @@ cudaError_t two_pass_forward(
             lanes,
             plan.vector,
             static_cast<Acc>(arguments.eps),
-            static_cast<const Moments<Acc>*>(partial),
-            moments,
+            partial,
             ParameterOut<TY>{arguments.mean, wide},
             ParameterOut<TY>{arguments.rstd, wide});
       });
@@ -91,7 +87,7 @@ cudaError_t two_pass_forward(
         shape,
         tiling,
         X,
-        static_cast<const Moments<Acc>*>(moments),
+        static_cast<const Moments<Acc>*>(partial),
         ParameterIn<TY>{arguments.gamma, is_float},
         ParameterIn<TY>{arguments.beta, is_float},
         problem.activation, // kFused alone

@@ -705,7 +705,7 @@ constexpr Condition kFitsGrid{
       // A grid has at most 2^31 - 1 blocks. Samples are split further only
       // where they are fewer than the blocks that fill the chip, or into splits
       // of thousands of elements. Slices of fewer channels are 64 bytes at
-      // least: so many are of an X of 256 GiB.
+      // least: so many are of an X of 128 GiB.
       constexpr int64_t kLimit = int64_t{1} << 30;
       return problem.C < kLimit &&
           problem.N <= kLimit / ceil_div(problem.C, kNarrowestTile);

@@ -9,7 +9,7 @@ namespace gn_override {
 // Partial results: first what each split found of what it has, then what is of
 // whole groups.
 //   two passes   [N][splits][segments] (see two_pass.cuh), backward
-//                [N][splits][C]; then [N][G], of all splits
+//                [N][splits][C]; then, backward, [N][G], of all splits
 //   resident     backward [N][splits][C], unless a cluster has all samples
 //   cooperative  backward [N][splits][C]; then [N][G][splits], which the blocks
 //                exchange
@@ -24,7 +24,7 @@ struct CUDAWorkspace {
     switch (plan.scheme) {
       case Scheme::kTwoPass:
         of_split = forward ? problem.G + plan.column_tiles - 1 : problem.C;
-        of_group = 1;
+        of_group = forward ? 0 : 1;
         break;
       case Scheme::kResident:
         of_split =
