@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", "real networks with the override off and on", "--quick", "--device cpu")
     demo.add_argument("--device", choices=("cpu", "cuda"), help=_DEVICE)
-    demo.add_argument("--quick", action="store_true", help="small networks, a few seconds")
+    demo.add_argument("--quick", action="store_true", help="small networks")
 
     bench = command(
         "bench", "our kernels beside a copy and PyTorch's own", "", "--seconds 0.1", "--plot b.svg"

@@ -23,8 +23,8 @@ def group_norm(
     norm and activation, and so does every input while the override is off, inside a transform of
     ``torch.func`` or under a TorchFunctionMode or TorchDispatchMode, and every subclass of Tensor.
     ``torch.compile`` sees these two as well, and Inductor fuses them as it does in other programs;
-    what ``torch.export``, ``torch.jit.trace`` and ``torch.fx`` make of them runs without this
-    package.
+    what ``torch.export``, ``torch.jit.trace`` and ``torch.fx`` make of them holds no operator of
+    this package.
 
     Args:
         input: [N, C, *spatial], any dtype that F.group_norm takes.

@@ -107,8 +107,12 @@ def models(content: dict[str, Any]) -> str:
         if row["parity"] and row.get("compiled")
     ]
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", *_LIMITS.values()]
-    floors = sorted({row["floor"] for row in content["rows"] if row["floor"]})
-    legend = f"No such norms: {'; '.join(floors)}. "
+    models: dict[str, dict[str, None]] = {}
+    for row in content["rows"]:
+        if row["floor"]:
+            models.setdefault(row["floor"], {})[row["name"].partition(",")[0]] = None
+    floors = "; ".join(f"of {' and '.join(names)}, {floor}" for floor, names in models.items())
+    legend = f"No such norms: {floors}. "
     if "BatchNorm" in legend:
         legend += "The time with BatchNorm is a comparison, not a bound. "
     return (

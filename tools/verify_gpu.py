@@ -81,6 +81,7 @@ def levels(device: str) -> list[Level]:
     only = ("-k", device)
     often = {"GN_OVERRIDE_TEST_EXAMPLES": "2000" if device == "cuda" else "300"}
     if device == "cuda":
+        faults = "threads, workers, memory that runs out, replays"
         soak_what = "training steps and graph replays, an hour of a network's norm calls"
         soak = {
             "GN_OVERRIDE_TEST_SOAK_SECONDS": "60",
@@ -88,6 +89,7 @@ def levels(device: str) -> list[Level]:
             "GN_OVERRIDE_TEST_SOAK_LIMIT": "480",
         }
     else:
+        faults = "threads, workers, errors"
         soak_what = "training steps for seven minutes"
         soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
     marked = ("-m", "cuda and not large") if device == "cuda" else ("-m", "not cuda")
@@ -118,7 +120,7 @@ def levels(device: str) -> list[Level]:
         ),
         Level(
             "faults",
-            "threads, workers, memory that runs out, replays",
+            faults,
             ("-m", "not large", "-k", f"not soak and (workers or {device})"),
             ("test_faults.py",),
         ),

@@ -193,6 +193,10 @@ __device__ __forceinline__ void prefetch_of_next_wave(
   }
 }
 
+// std::min, which without --expt-relaxed-constexpr is the host's alone.
+template <int a, int b>
+constexpr int kSmaller = a < b ? a : b;
+
 // -- forward -----------------------------------------------------------------
 
 // per_group is 1 / (HxW D). of_chip[n][g][split]: for the exchange of the whole
@@ -625,7 +629,7 @@ __global__ void __launch_bounds__(
       read_moments(shape, at.channel, moments_of, mean, rstd);
       ring.read(copy_from(offset), [&](int first, int place, auto pixels) {
         const bool stays = ring.stays(first);
-        for_each_run_of_pixels<std::min(decltype(pixels)::value, kAtOnce)>(
+        for_each_run_of_pixels<kSmaller<decltype(pixels)::value, kAtOnce>>(
             decltype(pixels)::value, [&](int i, auto at_once) {
               Vector<TY, kVector> dy[decltype(at_once)::value];
               Vector<T, kVector> x[decltype(at_once)::value];
@@ -745,8 +749,9 @@ __global__ void __launch_bounds__(
               return;
             }
             const auto write = [&](auto most_at_once, const auto& dZ_of_dY) {
-              for_each_run_of_pixels<std::min(
-                  decltype(pixels)::value, decltype(most_at_once)::value)>(
+              for_each_run_of_pixels<kSmaller<
+                  decltype(pixels)::value,
+                  decltype(most_at_once)::value>>(
                   decltype(pixels)::value, [&](int i, auto at_once) {
                     Vector<TY, kVector> dy[decltype(at_once)::value];
                     Vector<T, kVector> x[decltype(at_once)::value];
