@@ -107,11 +107,11 @@ def models(content: dict[str, Any]) -> str:
         if row["parity"] and row.get("compiled")
     ]
     header = ["model, milliseconds", "stock", "gn_override", "speed-up", *_LIMITS.values()]
-    models: dict[str, dict[str, None]] = {}
+    models_of: dict[str, dict[str, None]] = {}
     for row in content["rows"]:
         if row["floor"]:
-            models.setdefault(row["floor"], {})[row["name"].partition(",")[0]] = None
-    floors = "; ".join(f"of {' and '.join(names)}, {floor}" for floor, names in models.items())
+            models_of.setdefault(row["floor"], {})[row["name"].partition(",")[0]] = None
+    floors = "; ".join(f"of {' and '.join(names)}, {floor}" for floor, names in models_of.items())
     legend = f"No such norms: {floors}. "
     if "BatchNorm" in legend:
         legend += "The time with BatchNorm is a comparison, not a bound. "
