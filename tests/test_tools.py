@@ -711,16 +711,28 @@ def test_the_command_of_a_results_file_names_no_place(monkeypatch):
 
 
 def test_the_commit_of_a_results_file(tmp_path, monkeypatch):
-    """It says of a changed tree that it is changed, and is the environment's where that has one."""
+    """It says of a changed tree that it is changed, but for results that were written before, and
+    is the environment's where that has one."""
     monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.delenv("GN_OVERRIDE_COMMIT", raising=False)
-    file = tmp_path / "file"
-    file.write_text("a")
+    file, result = tmp_path / "file", tmp_path / "results" / "a.json"
+    result.parent.mkdir()
+    for path in (file, result):
+        path.write_text("a")
     someone = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init"], ["add", "file"], [*someone, "commit", "-m", "a"]):
-        subprocess.run(["git", *command], cwd=tmp_path, capture_output=True, check=True)
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", *words], cwd=tmp_path, capture_output=True, check=True)
+
+    git("init")
+    assert results.commit() == "unknown"  # there is none yet
+    git("add", ".")
+    git(*someone, "commit", "-m", "a")
     clean = results.commit()
     assert re.fullmatch(r"[0-9a-f]{12}", clean)
+    result.write_text("b")
+    assert results.commit() == clean
     file.write_text("b")
     assert results.commit() == f"{clean}-dirty"
     monkeypatch.setenv("GN_OVERRIDE_COMMIT", "abc")

@@ -83,12 +83,18 @@ def _output_of(*command: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit that was measured, "-dirty" if the tree differs from it.
+    """The commit that was measured, "-dirty" if the tree differs from it but for its results.
 
     A copy of the tree without its history takes the name from GN_OVERRIDE_COMMIT.
     """
-    described = _output_of("git", "describe", "--always", "--abbrev=12", "--dirty")
-    return os.environ.get("GN_OVERRIDE_COMMIT") or described or "unknown"
+    if given := os.environ.get("GN_OVERRIDE_COMMIT"):
+        return given
+    described = _output_of("git", "describe", "--always", "--abbrev=12")
+    if not described:
+        return "unknown"
+    measured = (".", f":(exclude){RESULTS.relative_to(ROOT).as_posix()}")
+    changed = _output_of("git", "status", "--porcelain", "--untracked-files=no", "--", *measured)
+    return f"{described}-dirty" if changed else described
 
 
 def command() -> str:
