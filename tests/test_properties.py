@@ -16,9 +16,11 @@ import torch
 import gn_override  # noqa: F401  (loads the extension and switches on)
 
 pytest.importorskip("hypothesis")
+import test_activation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import (
+    ACTIVATIONS,
     GRAD_LAYOUTS,
     LAYOUTS,
     MASKS,
@@ -61,15 +63,15 @@ DTYPES = [
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Up to 2^16 elements, any rank that we serve; every size from 1."""
+def cases(draw: st.DrawFn, elements: int = 1 << 16) -> Case:
+    """Up to so many elements, but for those of one pixel; any rank that we serve; sizes from 1."""
     G = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 32]))
     D = draw(st.one_of(st.integers(1, 9), st.integers(1, 70)))
     N = draw(st.integers(1, 5))
     rank = draw(st.integers(1, 3))
     spatial: list[int] = []
     for _ in range(rank):
-        room = (1 << 16) // (N * G * D * math.prod(spatial))
+        room = elements // (N * G * D * math.prod(spatial))
         spatial.append(draw(st.integers(1, max(1, min(room, 300 if rank == 1 else 40)))))
     return Case("random", (N, G * D, *spatial), G)
 
@@ -177,6 +179,36 @@ def test_any_view(device, view, dtype, layout, seed):
         return  # refused by torch, or without any deviation
     ours = composite(inputs)
     assert_parity(ours, inputs, only=("Y", "dX", "dgamma", "dbeta"))
+
+
+@random_calls
+@given(
+    case=cases(1 << 12),
+    dtypes=st.sampled_from(list(test_activation.DTYPES.values())),
+    activation=st.sampled_from(ACTIVATIONS),
+    dY_layout=st.sampled_from(GRAD_LAYOUTS),
+    affine=st.sampled_from(["both", "none", "weight", "bias"]),
+    mask=st.sampled_from(MASKS[1:]),
+    eps=st.sampled_from([1e-5, 1e-5, 1e-3, 0.5]),
+    seed=st.integers(0, 1 << 31),
+)
+def test_fused_ops(device, case, dtypes, activation, dY_layout, affine, mask, eps, seed):
+    """Few elements, since erf in long double is slow. The statistics that two-byte inputs save for
+    backward may be off by more than the bound, see docs/math.md."""
+    torch.manual_seed(seed)
+    inputs = make_inputs(case, device, *dtypes, affine=affine, dY_layout=dY_layout, eps=eps)
+    if not is_channels_last(inputs.X):
+        return
+    only = RESULTS if inputs.X.dtype.itemsize > 2 else ("Y", "dX", "dgamma", "dbeta")
+    ours = test_activation.check(inputs, activation, mask, only)
+    inputs = test_activation.away_from_kink(inputs, activation)
+    again = test_activation.run(inputs, activation, mask)
+    for name in RESULTS:
+        assert same(getattr(ours, name), getattr(again, name)), name
+    if inputs.dY.dtype == inputs.X.dtype:
+        added = test_activation.make_added(inputs)
+        ours = test_activation.run_add(inputs, added, activation)
+        test_activation.assert_parity_of_sum(ours, inputs, added, activation, conditioned=True)
 
 
 # --- values ----------------------------------------------------------------------------------
