@@ -287,12 +287,16 @@ def stock(inputs: Inputs, mask: Mask = ALL) -> Results:
 ORDERS = 4
 
 
-def stock_in_other_orders(inputs: Inputs, mask: Mask = ALL) -> list[Results]:
-    """Of all ORDERS but the one in which the operands are given."""
-    return [_stock_in_order(inputs, mask, seed) for seed in range(1, ORDERS)]
+def stock_in_other_orders(
+    inputs: Inputs, mask: Mask = ALL, compute: Callable[[Inputs, Mask], Results] = stock
+) -> list[Results]:
+    """Of all ORDERS but the one in which the operands are given; `compute` has stock's results."""
+    return [_stock_in_order(inputs, mask, compute, seed) for seed in range(1, ORDERS)]
 
 
-def _stock_in_order(inputs: Inputs, mask: Mask, seed: int) -> Results:
+def _stock_in_order(
+    inputs: Inputs, mask: Mask, compute: Callable[[Inputs, Mask], Results], seed: int
+) -> Results:
     """Stock's results, computed with pixels and the channels of each group in a random order."""
     i = inputs
     _, C, HxW, G = i.sizes
@@ -314,7 +318,7 @@ def _stock_in_order(inputs: Inputs, mask: Mask, seed: int) -> Results:
         return flat[:, channels.argsort()][..., pixels.argsort()].reshape(t.shape)
 
     gamma, beta = (None if t is None else t[channels] for t in (i.gamma, i.beta))
-    results = stock(Inputs(shuffled(i.X), gamma, beta, shuffled(i.dY), i.groups, i.eps), mask)
+    results = compute(Inputs(shuffled(i.X), gamma, beta, shuffled(i.dY), i.groups, i.eps), mask)
     for name in ("Y", "dX", "dgamma", "dbeta"):
         setattr(results, name, in_place(getattr(results, name)))
     return results
