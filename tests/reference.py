@@ -554,6 +554,11 @@ def assert_close(
         )
 
 
+def condition_of(reference: Reference) -> float:
+    """The condition of the problem: the largest |mean| / deviation."""
+    return float(abs(reference.mean * reference.rstd).max())
+
+
 def assert_parity(
     ours: Results,
     inputs: Inputs,
@@ -562,6 +567,7 @@ def assert_parity(
     theirs: Sequence[Results] = (),
     reference: Reference | None = None,
     condition: float = 0.0,
+    compute: Callable[[Inputs, Mask], Results] = stock,
 ) -> None:
     """Every result of `ours` meets the bound; results that the mask leaves out are undefined.
 
@@ -570,14 +576,14 @@ def assert_parity(
     of the sums, and possibly by others. `reference` is exact()'s, if the caller has one.
     `condition` is that of the problem, |mean| / deviation: a mean off by an ulp moves the other
     results by so many of theirs. Twice that is allowed, as an ulp is one to two times its dtype's
-    epsilon.
+    epsilon. `compute` has stock's results where `theirs` has not.
     """
-    own = theirs[0] if theirs else stock(inputs, mask)
+    own = theirs[0] if theirs else compute(inputs, mask)
     reference = reference or exact(inputs, mask)
 
     @functools.cache
     def others() -> Sequence[Results]:
-        return theirs[1:] if theirs else stock_in_other_orders(inputs, mask)
+        return theirs[1:] if theirs else stock_in_other_orders(inputs, mask, compute)
 
     for name in RESULTS:
         if only is not None and name not in only:

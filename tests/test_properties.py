@@ -31,6 +31,7 @@ from reference import (
     assert_layout_follows,
     assert_parity,
     composite,
+    condition_of,
     exact,
     expect_calls,
     floor,
@@ -78,8 +79,7 @@ def cases(draw: st.DrawFn, elements: int = 1 << 16) -> Case:
 
 def assert_conditioned(ours: Results, inputs: Inputs, reference: Reference) -> None:
     """The suite's bound, of results that an error of the mean moves."""
-    condition = float(abs(reference.mean * reference.rstd).max())
-    assert_parity(ours, inputs, reference=reference, condition=condition)
+    assert_parity(ours, inputs, reference=reference, condition=condition_of(reference))
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
