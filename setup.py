@@ -1,6 +1,6 @@
 """Builds gn_override/_C.abi3.so against the torch of the running environment.
 
-    pip install torch ninja pyyaml
+    pip install torch "setuptools>=77" ninja pyyaml
     pip install --no-build-isolation .
 
 What the environment may say:
@@ -281,22 +281,23 @@ def gencode(archs: Iterable[str]) -> list[str]:
     return flags
 
 
+def wanted_toolkit(torch: Any, environ: Mapping[str, str]) -> Toolkit | str:
+    """The toolkit for the CUDA backend, or why there is to be none. Raises BuildError."""
+    if environ.get("GN_OVERRIDE_CUDA") == "0":
+        return "GN_OVERRIDE_CUDA=0"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} has no CUDA"
+    return find_toolkit(environ)
+
+
 def configure(torch: Any, environ: Mapping[str, str]) -> Config:
     """Decides what to build from the torch module and the environment. Raises BuildError."""
     cpu = list(SOURCES)
     if platform.machine().lower() in ("x86_64", "amd64"):
         cpu += INSTRUCTION_SETS
-    why: str | None = None
-    toolkit: Toolkit | str = ""
-    if environ.get("GN_OVERRIDE_CUDA") == "0":
-        why = "GN_OVERRIDE_CUDA=0"
-    elif torch.version.cuda is None:
-        why = f"torch {torch.__version__} has no CUDA"
-    else:
-        toolkit = find_toolkit(environ)
-        why = toolkit if isinstance(toolkit, str) else None
-    if why is not None or isinstance(toolkit, str):
-        config = Config(["cpu"], [f"building the CPU backend only: {why}"], cpu)
+    toolkit = wanted_toolkit(torch, environ)
+    if isinstance(toolkit, str):
+        config = Config(["cpu"], [f"building the CPU backend only: {toolkit}"], cpu)
     else:
         wanted = tuple(map(int, torch.version.cuda.split(".")))
         if toolkit.version[0] != wanted[0]:
@@ -518,7 +519,8 @@ def build_arguments() -> dict[str, Any]:
         import torch
     except ModuleNotFoundError:
         raise BuildError(
-            "torch is not installed where the build runs: run `pip install torch ninja pyyaml`, "
+            "torch is not installed where the build runs: run "
+            "`pip install torch 'setuptools>=77' ninja pyyaml`, "
             f"then `{INSTALL}` (an isolated build cannot see the torch that you have)"
         ) from None
     check_torch_version(torch.__version__)

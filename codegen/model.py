@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torchgen
 import yaml
@@ -397,7 +397,7 @@ class _Loader:
             if not isinstance(value, known[field]):
                 self.fail(where, f"field '{field}' is {value!r}, not a {known[field].__name__}")
 
-    def unknown(self, where: str, what: str, name: str, valid: Iterable[str]) -> None:
+    def unknown(self, where: str, what: str, name: str, valid: Iterable[str]) -> NoReturn:
         """Raises the error for a name that is none of the valid ones: all of these where they are
         few, else the nearest."""
         valid = list(valid)
@@ -408,5 +408,5 @@ class _Loader:
             hint = f"nearest: {', '.join(near)}" if near else "nothing is near to it"
         self.fail(where, f"unknown {what} '{name}'\n  {hint}")
 
-    def fail(self, where: str, problem: str) -> Any:
+    def fail(self, where: str, problem: str) -> NoReturn:
         raise CodegenError(f"{self.path.name}: {where}: {problem}")

@@ -25,16 +25,18 @@ from gn_override import _library
 
 if TYPE_CHECKING:
     from gn_override import functional, nn
-    from gn_override._explain import Explanation, explain
+    from gn_override._explain import Declined, Explanation, explain
     from gn_override._fuse import FusedPair, Fusion, SkippedNorm, fuse
-    from gn_override._report import Report, report
+    from gn_override._report import Owner, Report, report
 
     __version__: str
 
 __all__ = [
+    "Declined",
     "Explanation",
     "FusedPair",
     "Fusion",
+    "Owner",
     "Report",
     "SkippedNorm",
     "__version__",
@@ -69,12 +71,14 @@ from gn_override._autocast import set_autocast
 from gn_override._inductor import set_inductor
 
 _LAZY = {
+    "Declined": "gn_override._explain",
     "Explanation": "gn_override._explain",
     "explain": "gn_override._explain",
     "FusedPair": "gn_override._fuse",
     "Fusion": "gn_override._fuse",
     "SkippedNorm": "gn_override._fuse",
     "fuse": "gn_override._fuse",
+    "Owner": "gn_override._report",
     "Report": "gn_override._report",
     "report": "gn_override._report",
 }
@@ -96,7 +100,7 @@ if not TYPE_CHECKING:  # by which every name would do
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("_"))})
 
 
 # The switch once more: an operator that is asked would become a part of what is traced.

@@ -23,9 +23,9 @@ def set_autocast(dtype: str) -> None:
     taken in float32 by the kernels of this package and cast to the input's dtype for PyTorch's.
 
     float32 and float64 inputs keep their dtype in either mode, and inside ``torch.func.vmap``,
-    which PyTorch does not ask autocast about, neither changes anything. The choice is the process's
-    and holds also while the override is switched off, when it has no effect. What ``torch.compile``
-    has compiled is compiled again on its next call.
+    where PyTorch skips autocast, the choice has no effect. It is the process's and holds also while
+    the override is switched off, when it has no effect either. What ``torch.compile`` has compiled
+    is compiled again on its next call.
 
     Raises:
         ValueError: another dtype than these two.

@@ -8,7 +8,7 @@ call's tensors in channels-last: the one that Inductor makes up for an operator 
 decomposition leaves the layout of a forward open and makes that of a backward contiguous.
 
 A norm and the activation after it become one call before all that: see _inductor_fuse. Calls that
-are left in a graph are not merged there: see _inductor_distinct.
+are left in a graph are not merged there: see _keep_apart().
 
 AOTInductor always decomposes: what it packages runs where this package is not imported. So does
 what is compiled with torch._dynamo.config.caching_precompile, which other processes load as it is.
@@ -22,9 +22,10 @@ Compiled code that is cached on disk is looked up by the graph before decomposit
 another side of the switch, or of a process without this package, would be found. Therefore
 torch.compiler.config.cache_key_tag ends in a tag of ours while the override is on, and tells
 whether Inductor leaves calls to us and autocast is told to preserve dtypes. A program that sets the
-tag itself should do so before it imports this package.
+tag itself should do so before it imports this package. So should one that sets
+pre_grad_custom_pass: set later, it takes the place of ours, and no activation is fused.
 
-That tag and the passes are settings of PyTorch's, which belong to a thread since 2.13.
+That tag and the pass are settings of PyTorch's, which belong to a thread since 2.13.
 What we do to them holds for all threads but others that have set them too: see _amend().
 """
 
@@ -129,7 +130,7 @@ def traces_alone() -> bool:
 
 
 def leaves_calls() -> bool:
-    """Whether it does so in what it compiles now."""
+    """Whether Inductor leaves calls to our kernels in what is traced or compiled now."""
     return is_active() and not traces_for_elsewhere() and not _compiles_in_a_child()
 
 
@@ -250,7 +251,8 @@ def _follow() -> None:
     _amend(torch.compiler.config, "cache_key_tag", with_tag)
     if _LOWERINGS in sys.modules:
         _set_decompositions(active)
-        _set_passes(active)
+        _keep_apart(active)
+        _set_pass(active)
 
 
 def _amend(config: Any, name: str, change: Callable[[Any], Any]) -> None:
@@ -300,23 +302,35 @@ def _set_decompositions(active: bool) -> None:
             table[op] = _Decomposition(inductors, ours) if active else inductors
 
 
-def _set_passes(active: bool) -> None:
-    """Puts ours after the custom passes of a program, or takes them away."""
+def _keep_apart(active: bool) -> None:
+    """Has norms of the same operands stay calls of their own, or undoes that.
+
+    Where gradients are traced, the graph of forward and backward loses nodes that are computed
+    twice. What the program returns is spared, since each result has to have its own memory, but
+    only where a node is one tensor: of a norm that stays a call, and returns three, two results
+    would be one tensor, which the backward may also take for its own. Random operators are spared
+    in any case.
+    """
+    from torch._functorch import compile_utils
+
+    for norm in (torch.ops.aten.native_group_norm, torch.ops.gn_override.group_norm_act):
+        if norm in compile_utils.rand_ops:
+            compile_utils.rand_ops.remove(norm)
+        if active:
+            compile_utils.rand_ops.append(norm)
+
+
+def _set_pass(active: bool) -> None:
+    """Puts ours after the custom passes of a program, or takes it away."""
     from torch._inductor import config
 
-    from gn_override._inductor_distinct import DistinctCalls
     from gn_override._inductor_fuse import FuseActivations
-    from gn_override._inductor_pass import Pass
 
-    def put(ours: Callable[..., Any], setting: str) -> None:
-        def with_ours(current: Any) -> Any:
-            others = current.before if isinstance(current, Pass) else current
-            return ours(others, leaves_calls) if active else others
+    def with_ours(current: Any) -> Any:
+        others = current.before if isinstance(current, FuseActivations) else current
+        return FuseActivations(others, leaves_calls) if active else others
 
-        _amend(config, setting, with_ours)
-
-    put(FuseActivations, "pre_grad_custom_pass")
-    put(DistinctCalls, "joint_custom_pre_pass")
+    _amend(config, "pre_grad_custom_pass", with_ours)
 
 
 @_library.unseen()
@@ -327,7 +341,8 @@ def _inductor_loaded() -> None:
     for op in (*_OURS, *_FUSED):
         make_fallback(op, layout_constraint=_like_input, warn=False, override_decomp=True)
     _set_decompositions(is_active())
-    _set_passes(is_active())
+    _keep_apart(is_active())
+    _set_pass(is_active())
 
 
 def _like_input(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -359,7 +374,11 @@ class _Hook:
     ) -> ModuleSpec | None:
         if name != _LOWERINGS:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = (
+            finder
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")  # import skips others, too
+        )
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec

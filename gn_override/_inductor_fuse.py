@@ -4,40 +4,71 @@ precision inside autocast.
 This happens before gradients are traced, on what Dynamo recorded, where an activation is still one
 node. The fused operator brings its own backward, so training needs no pattern of its own. Calls
 that our kernels do not take stay what they are, and so does what runs without this package.
+
+This module loads Inductor's base class of passes; it is imported where Inductor is.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from gn_override import _activations, _calls, _library, _meta
-from gn_override._inductor_pass import Pass
 
+_Pass = Callable[[Graph], None]
 _Aliases = dict[int, list[Node]]
 
 _NORMS = (F.group_norm, torch.group_norm)
 _FUSED = torch.ops.gn_override.group_norm_act.default
 
 
-class FuseActivations(Pass):
-    """The pass, over what Dynamo recorded."""
+class FuseActivations(CustomGraphPass):
+    """The pass, over what Dynamo recorded. It runs after those that a program has set itself.
 
-    files = (__file__, _activations.__file__)
+    Args:
+        before: the setting as it was: a custom pass, several or None.
+        active: whether there is anything to do now.
+    """
 
-    def run(self, graph: Graph) -> None:
-        modules = _around(graph)
-        if not _needs_pytorchs(modules):
-            _fuse(graph, modules)
+    def __init__(self, before: Any, active: Callable[[], bool]) -> None:
+        self.before = before
+        self.active = active
+
+    def __call__(self, graph: Graph) -> None:
+        for custom_pass in self._others():
+            custom_pass(graph)
+        if self.active():
+            modules = _around(graph)
+            if not _needs_pytorchs(modules):
+                _fuse(graph, modules)
+
+    def __deepcopy__(self, memo: Any) -> FuseActivations:
+        return self  # each thread that reads the setting gets a copy
+
+    def uuid(self) -> Any:
+        """Of all passes together; None where one of them has none, so that nothing is cached.
+
+        And of what ours does now: a thread may hold one of before the switch was turned.
+        """
+        state = str((self.active(), torch.ops.gn_override.autocast_preserves()))
+        ours = get_hash_for_files((__file__, _activations.__file__), state)
+        others = [getattr(custom_pass, "uuid", lambda: None)() for custom_pass in self._others()]
+        return None if None in others else (ours, *others)
+
+    def _others(self) -> Sequence[_Pass]:
+        if self.before is None:
+            return ()
+        return self.before if isinstance(self.before, (list, tuple)) else (self.before,)
 
 
 def _around(graph: Graph) -> list[GraphModule]:

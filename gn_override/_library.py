@@ -45,7 +45,7 @@ def build_info() -> dict[str, Any]:
             f"`{BUILD_IN_PLACE}` in {DIRECTORY.parent}"
         )
     try:
-        info = json.loads(BUILD_INFO.read_text())
+        info: dict[str, Any] = json.loads(BUILD_INFO.read_text())
         for key, kind in RECORD.items():
             if not isinstance(info[key], kind):
                 raise TypeError(f"{key} is {info[key]!r}")
@@ -53,7 +53,7 @@ def build_info() -> dict[str, Any]:
         raise ImportError(
             f"{BUILD_INFO} is not the record of a build ({error!r}). {_rebuild()}"
         ) from None
-    return dict(info)
+    return info
 
 
 def mismatch(info: dict[str, Any], version: str, cuda: str | None) -> str | None:

@@ -69,7 +69,7 @@ def _fake_forward(
 ) -> Any:
     if not takes_forward(input, weight, bias, N, C, HxW, group, eps):
         return _stock(mode, func, input, weight, bias, N, C, HxW, group, eps)
-    param_dtype = _param_dtype(input, weight, bias)
+    param_dtype = _param_dtype(weight, bias, input.dtype)
     with mode:
         return (
             _empty_channels_last(input),
@@ -158,7 +158,7 @@ def _fake_act_backward(
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     N, C, HxW = _sizes(input, num_groups, weight, bias, activation)
-    dtype = _param_dtype(grad_out, weight, bias)
+    dtype = _param_dtype(weight, bias, grad_out.dtype)
     ours = mean.dtype in (dtype, _accumulator(input)) and _fits_backward(
         grad_out, input, mean, rstd, weight, bias, dtype, N, C, HxW, num_groups, grad_out.dtype
     )
@@ -188,8 +188,8 @@ def _accumulator(X: Tensor) -> torch.dtype:
     return torch.float64 if X.dtype == torch.float64 else torch.float32
 
 
-def _param_dtype(X: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
-    return next((t.dtype for t in (weight, bias) if t is not None), X.dtype)
+def _param_dtype(weight: Tensor | None, bias: Tensor | None, otherwise: torch.dtype) -> torch.dtype:
+    return next((t.dtype for t in (weight, bias) if t is not None), otherwise)
 
 
 # The rest mirrors native/binding/classify.cpp.
@@ -253,7 +253,7 @@ def _fits_forward(
     group: int,
     out_dtype: torch.dtype,
 ) -> bool:
-    param_dtype = next((t.dtype for t in (weight, bias) if t is not None), out_dtype)
+    param_dtype = _param_dtype(weight, bias, out_dtype)
     return _takes(input, param_dtype, N, C, HxW, group, out_dtype) and _parameters_fit(
         input, weight, bias, param_dtype
     )

@@ -34,7 +34,8 @@ def group_norm(
         activation: "identity", "relu", "silu", "gelu" (with erf) or "gelu_tanh".
 
     Returns:
-        [N, C, *spatial], with F.group_norm's dtype and input's layout.
+        [N, C, *spatial] in F.group_norm's dtype: dense channels-last where a kernel of this package
+        runs, else in the layout that PyTorch gives.
 
     Raises:
         ValueError: unknown activation; the message lists the valid ones.

@@ -50,7 +50,7 @@ class GroupNorm(normalization.GroupNorm):
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
-        """[N, C, *spatial] to the same shape and layout; see functional.group_norm."""
+        """[N, C, *spatial] to the same shape; see functional.group_norm for layout and dtype."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             Y = F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
             return _activations.stock(Y, self.activation)

@@ -85,7 +85,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _switched_on() -> Iterator[None]:
-    """Every test starts with the override on and counters at zero, and leaves it on."""
+    """Every test starts with the override on and counters at zero, and leaves all settings at their
+    defaults."""
     loaded = "gn_override" in sys.modules and hasattr(torch.ops.gn_override, "set_enabled")
     if loaded:
         sys.modules["gn_override"].enable()
@@ -93,6 +94,8 @@ def _switched_on() -> Iterator[None]:
     yield
     if loaded:
         sys.modules["gn_override"].enable()
+        sys.modules["gn_override"].set_inductor(True)
+        sys.modules["gn_override"].set_autocast("float32")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 def run_python(
     *arguments: str | Path, cwd: Path, status: int = 0, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Python finds what it finds here, with the switch at its default; it must end with `status`.
+    """Run Python with this process's import path, without GN_OVERRIDE; it has to return `status`.
 
     What is in `cwd` comes first for -c and -m, so that is not the root, but to test the sources.
     """

@@ -32,18 +32,20 @@ def main() -> None:
     z = gn_override.functional.group_norm(x, 4, fused.weight, fused.bias, activation="relu")
 
     explanation: gn_override.Explanation = gn_override.explain(x, 4, backward=True)
-    reasons: list[str] = [text for row in explanation.declined for text in row.failed]
+    declined: list[gn_override.Declined] = list(explanation.declined)
+    reasons: list[str] = [text for row in declined for text in row.failed]
     served: bool = explanation.served
     explanation = gn_override.explain(fused, input=x)
 
     report: gn_override.Report = gn_override.report()
     calls: int = sum(report.calls.values())
-    owners: list[str] = [owner.package for owner in report.owners]
+    owners: list[gn_override.Owner] = list(report.owners)
+    packages: list[str] = [owner.package for owner in owners]
 
     fusion: gn_override.Fusion = gn_override.fuse(nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU()))
     pairs: list[gn_override.FusedPair] = list(fusion.fused)
     skipped: list[gn_override.SkippedNorm] = list(fusion.skipped)
-    print(version, on, y.shape, z.shape, reasons, served, calls, owners, len(pairs), len(skipped))
+    print(version, on, y.shape, z.shape, reasons, served, calls, packages, len(pairs), len(skipped))
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ EDGE_CASES: tuple[Case, ...] = (
     Case("single_pixel", (1, 64, 1, 1), 8),
 )
 
-# The edge case of an empty batch, apart since it has no statistics to compare.
+# Empty batches, apart since they have no statistics to compare.
 EMPTY_CASES: tuple[Case, ...] = (
     Case("n0", (0, 4, 2, 2), 2),
     Case("n0_volume", (0, 16, 3, 2, 4), 4),

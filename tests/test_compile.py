@@ -69,10 +69,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _own_graphs() -> Iterator[None]:
+def _own_graphs() -> None:
     torch._dynamo.reset()
-    yield
-    gn_override.set_inductor(True)
 
 
 class Block(nn.Module):
@@ -441,6 +439,9 @@ def test_off_puts_the_tables_back() -> None:
         "import sys, gn_override\n"
         "assert not {'torch._inductor.lowering', 'torch._dynamo'} & set(sys.modules)\n"
         "gn_override.enable()\n"
+        "class Old:\n"  # a finder that has no find_spec(), which import skips
+        "    def find_module(self, name, path=None): pass\n"
+        "sys.meta_path.insert(1, Old())\n"
         "hooks = len(sys.meta_path)\n"
         "import torch, torch._inductor.lowering\n"
         "assert len(sys.meta_path) == hooks - 1\n"
@@ -819,6 +820,22 @@ def test_same_norm_twice(function: Callable[..., tuple[Tensor, ...]], device: st
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"options": {"joint_custom_pre_pass": lambda graph: None}},
+        {"backend": "aot_eager_decomp_partition"},
+    ],
+    ids=["pass", "backend"],
+)
+def test_same_norm_twice_whoever_compiles(how: dict[str, Any]) -> None:
+    """Nor does it hang on Inductor's settings, which the other backend does not read."""
+    tensors = operands((2, 6, 7, 5), "cpu")
+    one, other = torch.compile(twice, **how)(*tensors)
+    assert calls("native_group_norm", "cpu") == (2, 0)
+    assert one.data_ptr() != other.data_ptr()
+
+
 def test_pass_under_autocast(device: str) -> None:
     """The norm's dtype is the one that autocast gives it."""
 
@@ -961,10 +978,9 @@ def test_pass_beside_the_programs() -> None:
         gn_override.enable()
 
 
-@pytest.mark.parametrize("setting", ["pre_grad_custom_pass", "joint_custom_pre_pass"])
-def test_pass_without_uuid(setting: str) -> None:
+def test_pass_without_uuid() -> None:
     """Nothing is cached where Inductor could not tell the program's pass from another."""
-    before = getattr(inductor_config, setting)
+    before = inductor_config.pre_grad_custom_pass
     assert before.uuid() is not None
     assert type(before)(lambda graph: None, before.active).uuid() is None
     assert type(before)([Recorded()], before.active).uuid() is not None

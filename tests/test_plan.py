@@ -762,7 +762,7 @@ int main() {
       problem.G = 32;
       problem.C = 320 * (1 + i % 6);
       problem.HxW = 64 << i / 6;
-      const Plan& plan = binding::cached_plan(problem, device);
+      const Plan plan = binding::cached_plan(problem, device);
       if (plan.pixels_per_split != problem.C * problem.HxW + device.threads) {
         return 1;
       }

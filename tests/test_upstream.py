@@ -422,7 +422,7 @@ int main() {
          {int64_t(plan.scheme), int64_t(plan.vector), int64_t(plan.columns), int64_t(plan.rows),
           int64_t(plan.column_tiles), int64_t(plan.splits), plan.pixels_per_split,
           int64_t(plan.threads), int64_t(plan.cluster), plan.shared_bytes, plan.samples_per_wave,
-          plan.pixels_kept, plan.pixels_cached, int64_t(plan.workspace_bytes)}) {
+          plan.pixels_kept, plan.pixels_cached, plan.workspace_bytes}) {
       std::cout << field << ' ';
     }
     std::cout << std::endl;

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import render_readme
+import torch
 
 from gn_override import _picture
 from gn_override._bench import DIRECTIONS, OURS, STOCK, Row, speed_up
 
 CHECKOUT = "pytorch"  # the kernels of a checkout, see tools/pytorch_kernels.py
 OPERANDS = {"copy": 2, "fwd": 2, "fwd_bwd": 5}  # of the size of X
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def least_bytes(row: Row, what: str) -> int:
     """The least traffic of a copy ("copy") or a direction, in bytes."""
-    return OPERANDS[what] * math.prod(row["shape"]) * ITEMSIZE[row["dtype"]]
+    return OPERANDS[what] * math.prod(row["shape"]) * getattr(torch, row["dtype"]).itemsize
 
 
 def speed(row: Row, what: str, time: float) -> float:

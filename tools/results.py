@@ -89,7 +89,7 @@ def commit() -> str:
     """
     if given := os.environ.get("GN_OVERRIDE_COMMIT"):
         return given
-    described = _output_of("git", "describe", "--always", "--abbrev=12")
+    described = _output_of("git", "rev-parse", "--short=12", "HEAD")
     if not described:
         return "unknown"
     measured = (".", f":(exclude){RESULTS.relative_to(ROOT).as_posix()}")

@@ -172,6 +172,7 @@ def measured_plans(kernels: dict[str, Any]) -> str:
 
 def stage(
     folder: Path,
+    *,
     branch: str = BRANCH,
     base: str = "auto",
     allow_dirty: bool = False,
@@ -294,12 +295,12 @@ def main(argv: Sequence[str]) -> int:
         else:
             lines = stage(
                 options.pytorch,
-                options.branch,
-                options.base,
-                options.allow_dirty,
-                options.dry_run,
-                options.check,
-                options.compile,
+                branch=options.branch,
+                base=options.base,
+                allow_dirty=options.allow_dirty,
+                dry_run=options.dry_run,
+                check=options.check,
+                compiled=options.compile,
             )
     except (StagingError, model.CodegenError) as error:
         print(f"stage_upstream: {error}", file=sys.stderr)

@@ -101,7 +101,7 @@ def draw(count: int, seed: int) -> Iterator[Case]:
         while True:
             N, C, HxW, G = _sizes(kind, source)
             case = Case(f"{number}_{kind}", (N, C, *height_and_width(HxW)), G, dtype)
-            if case.numel * kernel_table.ITEMSIZE[dtype] <= MOST_BYTES:
+            if case.numel * getattr(torch, dtype).itemsize <= MOST_BYTES:
                 break
         yield case
 

@@ -72,18 +72,6 @@ at::ScalarType accumulator_type(const Tensor& X) {
   return X.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-struct SymbolicSizes {
-  c10::SymInt N;
-  c10::SymInt C;
-  c10::SymInt HxW = 1;
-
-  explicit SymbolicSizes(const Tensor& X) : N(X.sym_size(0)), C(X.sym_size(1)) {
-    for (int64_t d = 2; d < X.dim(); ++d) {
-      HxW *= X.sym_size(d);
-    }
-  }
-};
-
 // What aten's group_norm does not take, it refuses in its own words.
 void check_arguments(
     const Tensor& X,

@@ -124,7 +124,7 @@ at::Tensor activated_inference(
     double eps,
     std::string_view activation) {
   const Activation kind = parse_activation(activation);
-  const bool adds = added.has_value() && added->defined();
+  const bool adds = defined(added);
   if (X.dim() >= 2) {
     Classified call =
         classify_activated(X, gamma, beta, X.scalar_type(), group, kind);

@@ -202,19 +202,15 @@ Tensor group_norm_composite(
       inside_functorch_transform()) {
     return stock(inside_dual_level() ? input.contiguous() : input);
   }
-  const c10::SymInt N = input.sym_size(0);
-  const c10::SymInt C = input.sym_size(1);
+  const SymbolicSizes sizes(input);
   // What stock refuses, stock refuses.
   const auto fits = [&](const std::optional<Tensor>& parameter) {
     return !defined(parameter) ||
-        (parameter->dim() == 1 && parameter->sym_numel() == C);
+        (parameter->dim() == 1 && parameter->sym_numel() == sizes.C);
   };
-  if (num_groups <= 0 || C % num_groups != 0 || !fits(weight) || !fits(bias)) {
+  if (num_groups <= 0 || sizes.C % num_groups != 0 || !fits(weight) ||
+      !fits(bias)) {
     return stock(input);
-  }
-  c10::SymInt HxW = 1;
-  for (int64_t d = 2; d < input.dim(); ++d) {
-    HxW *= input.sym_size(d);
   }
 
   // As stock hands them on: its kernels take no others.
@@ -239,9 +235,16 @@ Tensor group_norm_composite(
                             c10::DispatchKey::AutogradFunctionality);
   return recorded
       ? ChannelsLastNorm::apply(
-            to_record(input), gamma, beta, N, C, HxW, num_groups, eps)
+            to_record(input),
+            gamma,
+            beta,
+            sizes.N,
+            sizes.C,
+            sizes.HxW,
+            num_groups,
+            eps)
       : std::get<0>(at::native_group_norm_symint(
-            input, gamma, beta, N, C, HxW, num_groups, eps));
+            input, gamma, beta, sizes.N, sizes.C, sizes.HxW, num_groups, eps));
 }
 
 } // namespace gn_override::binding

@@ -13,6 +13,19 @@
 
 namespace gn_override::binding {
 
+struct SymbolicSizes {
+  c10::SymInt N;
+  c10::SymInt C;
+  c10::SymInt HxW = 1;
+
+  explicit SymbolicSizes(const at::Tensor& X)
+      : N(X.sym_size(0)), C(X.sym_size(1)) {
+    for (int64_t d = 2; d < X.dim(); ++d) {
+      HxW *= X.sym_size(d);
+    }
+  }
+};
+
 inline bool requires_grad(const std::optional<at::Tensor>& tensor) {
   return defined(tensor) && tensor->requires_grad();
 }

@@ -94,24 +94,8 @@ PlanningDevice planning_device(DeviceType type) {
   return {kH200, "an H200 (no GPU here)"};
 }
 
-bool set_enabled(bool on) {
-  return set_on(on);
-}
-
-bool is_enabled() {
-  return is_on();
-}
-
 bool set_cpu_instruction_set_op(std::string_view name) {
   return set_cpu_instruction_set(std::string(name).c_str());
-}
-
-bool set_autocast_preserves_op(bool preserves) {
-  return set_autocast_preserves(preserves);
-}
-
-bool autocast_preserves_op() {
-  return autocast_preserves();
 }
 
 c10::Dict<std::string, int64_t> counters_op() {
@@ -238,7 +222,7 @@ void pin_plans_op(
       scheme == "registers" ? kMaxRegisterThreads : kMaxResidentThreads;
   TORCH_CHECK_VALUE(
       columns >= 0 && splits >= 0 && threads >= 0 && threads <= most &&
-          threads % 32 == 0,
+          threads % kWarpSize == 0,
       "gn_override: needs columns >= 0, splits >= 0 and whole warps of at "
       "most " +
           std::to_string(most) + " threads, got " + std::to_string(columns) +
@@ -280,12 +264,11 @@ std::string build_info() {
 }
 
 TORCH_LIBRARY(gn_override, m) {
-  m.def("set_enabled(bool on) -> bool", set_enabled);
-  m.def("is_enabled() -> bool", is_enabled);
+  m.def("set_enabled(bool on) -> bool", set_on);
+  m.def("is_enabled() -> bool", is_on);
   m.def(
-      "set_autocast_preserves(bool preserves) -> bool",
-      set_autocast_preserves_op);
-  m.def("autocast_preserves() -> bool", autocast_preserves_op);
+      "set_autocast_preserves(bool preserves) -> bool", set_autocast_preserves);
+  m.def("autocast_preserves() -> bool", autocast_preserves);
   m.def("counters() -> Dict(str, int)", counters_op);
   m.def("reset_counters() -> ()", reset_counters);
   m.def(

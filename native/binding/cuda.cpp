@@ -31,8 +31,8 @@ struct DescribedOnce {
   Device device;
 };
 
-// Whether a kernel's attributes cannot be had as there is no code for the
-// device, or none of which the driver makes any.
+// Whether a kernel's attributes cannot be had because there is no code for the
+// device, nor any that the driver can compile for it.
 bool means_no_code(cudaError_t error) {
   switch (error) {
     case cudaErrorNoKernelImageForDevice:

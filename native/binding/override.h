@@ -32,8 +32,7 @@ using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using OptionalTensor = std::optional<at::Tensor>;
 
 inline at::Tensor contiguous_or_undefined(const OptionalTensor& tensor) {
-  return tensor.has_value() && tensor->defined() ? tensor->contiguous()
-                                                 : at::Tensor();
+  return defined(tensor) ? tensor->contiguous() : at::Tensor();
 }
 
 inline const void* data_or_null(const at::Tensor& tensor) {
@@ -50,7 +49,7 @@ inline bool is_allocated(const at::Tensor& tensor) {
 }
 
 inline bool is_allocated(const OptionalTensor& tensor) {
-  return !tensor.has_value() || is_allocated(*tensor);
+  return !defined(tensor) || is_allocated(*tensor);
 }
 
 // Memory may have been given back, as FSDP does with that of parameters. An
@@ -64,15 +63,13 @@ void check_allocated(const Operands&... operands) {
 }
 
 template <typename Backend>
-at::Tensor empty_bytes(size_t bytes, const at::Tensor& X) {
-  return bytes > 0
-      ? Backend::empty({static_cast<int64_t>(bytes)}, {1}, at::kByte, X)
-      : at::Tensor();
+at::Tensor empty_bytes(int64_t bytes, const at::Tensor& X) {
+  return bytes > 0 ? Backend::empty({bytes}, {1}, at::kByte, X) : at::Tensor();
 }
 
 // Bytes of memory that `bytes` take where something else follows.
-constexpr size_t aligned(size_t bytes) {
-  constexpr size_t kAlignment = 256;
+constexpr int64_t aligned(int64_t bytes) {
+  constexpr int64_t kAlignment = 256;
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
@@ -135,7 +132,7 @@ std::optional<Result> run_forward(
     arguments.rstd = rstd.mutable_data_ptr();
     arguments.workspace = mutable_data_or_null(workspace);
   } else {
-    const size_t statistic =
+    const int64_t statistic =
         aligned(problem.N * problem.G * size_of(problem.statistics_dtype()));
     workspace = empty_bytes<Backend>(2 * statistic + plan.workspace_bytes, X);
     auto* const bytes = static_cast<char*>(mutable_data_or_null(workspace));
@@ -279,7 +276,7 @@ Result backward(
     if (result) {
       // Without a gamma, stock's gradients of parameters have X's dtype, even
       // where a half X has a float beta.
-      if (!gamma.has_value() || !gamma->defined()) {
+      if (!defined(gamma)) {
         for (at::Tensor* gradient :
              {&std::get<1>(*result), &std::get<2>(*result)}) {
           if (gradient->defined()) {

@@ -48,7 +48,7 @@ size_t index_of(const Problem& problem) {
 
 } // namespace
 
-const Plan& cached_plan(const Problem& asked, const Device& device) {
+Plan cached_plan(const Problem& asked, const Device& device) {
   Problem problem = asked; // but for what no plan depends on
   problem.want_dX = problem.want_dgamma = problem.want_dbeta = true;
   // On the heap: a thread that never asks has no room for them.

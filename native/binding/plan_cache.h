@@ -5,8 +5,7 @@
 
 namespace gn_override::binding {
 
-// make_plan(problem, device). The calling thread remembers its latest plans;
-// the reference is good until its next call.
-const Plan& cached_plan(const Problem& problem, const Device& device);
+// make_plan(problem, device). The calling thread remembers its latest plans.
+Plan cached_plan(const Problem& problem, const Device& device);
 
 } // namespace gn_override::binding

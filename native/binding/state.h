@@ -18,8 +18,8 @@ bool autocast_preserves();
 // Returns the state before.
 bool set_autocast_preserves(bool preserves);
 
-// By the operator that ran; the last are group_norm_act with a Y wider than X,
-// which is what autocast makes of group_norm.
+// By the operator that ran; the last two are group_norm_act with a Y wider than
+// X, which is what autocast makes of group_norm.
 enum class Op : uint8_t {
   kForward,
   kBackward,

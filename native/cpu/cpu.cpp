@@ -341,7 +341,7 @@ void cpu_forward(
     });
     for_each_from_last(
         pool, batch.chunks(), batch.chunk_cost(), [&](int64_t i) {
-          element.normalise(
+          element.normalize(
               batch.rows(arguments.X, i),
               batch.rows(arguments.Y, i),
               batch.chunk(i, stream),

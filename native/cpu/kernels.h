@@ -70,7 +70,7 @@ struct Gradient {
 struct ElementKernels {
   // (mean, M2 = sum of squared deviations from the mean) of each channel.
   void (*moments)(const void* X, Chunk chunk, void* mean, void* M2);
-  void (*normalise)(const void* X, void* Y, Chunk chunk, const Affine& affine);
+  void (*normalize)(const void* X, void* Y, Chunk chunk, const Affine& affine);
   // (sum of dZ * (X - center), sum of dZ) of each channel. With an activation,
   // dZ is where to store it, or null. input_gradient() takes it as the dY of an
   // identity; its dX may be the same memory.

@@ -97,7 +97,7 @@ inline void for_rows(int64_t begin, int64_t end, Block block) {
   }
 }
 
-// --- statistics ------------------------------------------------------------
+// -- statistics -------------------------------------------------------------
 
 // Adds R rows. Their squares are summed by themselves before they join M2:
 // fewer additions at the total's magnitude, so less rounding.
@@ -254,7 +254,7 @@ void moments(const void* X_, Chunk chunk, void* mean_, void* M2_) {
   repair_moments(X, chunk.rows, C, mean, M2);
 }
 
-// --- normalisation ---------------------------------------------------------
+// -- normalisation ----------------------------------------------------------
 
 // Whether rows of `width` elements at p can be streamed, which needs every
 // vector to be an aligned line.
@@ -274,7 +274,7 @@ inline void store_output(T* p, int64_t n, Vector<Accumulator<T>> v) {
 }
 
 template <int R, bool kStream, bool kFused, typename T>
-inline void normalise_rows(
+inline void normalize_rows(
     const T* X,
     T* Y,
     int64_t stride,
@@ -311,13 +311,13 @@ inline void normalise_rows(
 }
 
 template <bool kFused, typename T>
-void normalise_chunk(const T* X, T* Y, Chunk chunk, const Affine& affine) {
+void normalize_chunk(const T* X, T* Y, Chunk chunk, const Affine& affine) {
   const int64_t width = chunk.fold * chunk.C;
   const int64_t rows = chunk.rows / chunk.fold;
   const auto run = [&]<bool kStream>() {
     for_rows<kMapRows<T, kFused>>(0, rows, [&]<int R>(int64_t row) {
       const int64_t at = row * width;
-      normalise_rows<R, kStream, kFused>(
+      normalize_rows<R, kStream, kFused>(
           X + at, Y + at, width, width, chunk.ahead, affine);
     });
   };
@@ -328,20 +328,20 @@ void normalise_chunk(const T* X, T* Y, Chunk chunk, const Affine& affine) {
     run.template operator()<false>();
   }
   const int64_t at = rows * width;
-  normalise_rows<1, false, kFused>(
+  normalize_rows<1, false, kFused>(
       X + at, Y + at, 0, chunk.rows * chunk.C - at, 0, affine);
 }
 
 template <typename T>
-void normalise(const void* X, void* Y, Chunk chunk, const Affine& affine) {
+void normalize(const void* X, void* Y, Chunk chunk, const Affine& affine) {
   if (affine.activation == Activation::kIdentity) {
-    normalise_chunk<false>(as<T>(X), as<T>(Y), chunk, affine);
+    normalize_chunk<false>(as<T>(X), as<T>(Y), chunk, affine);
   } else {
-    normalise_chunk<true>(as<T>(X), as<T>(Y), chunk, affine);
+    normalize_chunk<true>(as<T>(X), as<T>(Y), chunk, affine);
   }
 }
 
-// --- sums of the backward pass ---------------------------------------------
+// -- sums of the backward pass ----------------------------------------------
 
 // Where dZ is kept for input_gradient(); nowhere if null.
 template <typename T>
@@ -373,12 +373,12 @@ struct Kept {
   }
 };
 
-// dZ of R rows at column v; `centered` are their X - center.
+// dZ of R rows at column v; `centred` are their X - center.
 template <typename A, int R>
 inline void differentiate_rows(
     const Gradient& gradient,
     int64_t v,
-    const Vector<A> (&centered)[R],
+    const Vector<A> (&centred)[R],
     Vector<A> (&dy)[R]) {
   using V = Vector<A>;
   const V a = load(as<A>(gradient.dZ_scale) + v);
@@ -386,7 +386,7 @@ inline void differentiate_rows(
   V z[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    z[r] = fma(centered[r], a, b);
+    z[r] = fma(centred[r], a, b);
   }
   differentiate<A>(gradient.activation, z, dy);
 }
@@ -409,7 +409,7 @@ inline void add_gradient_sums(
     prefetch<R>(X, stride, v, ahead);
     const V m = load(center + v);
     V dz[R];
-    V x[R]; // centered
+    V x[R]; // centred
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       dz[r] = load<kTail>(dY + r * stride + v, n);
@@ -543,7 +543,7 @@ void gradient_sums(
   }
 }
 
-// --- gradient of X ---------------------------------------------------------
+// -- gradient of X ----------------------------------------------------------
 
 template <int R, bool kStream, bool kFused, typename T>
 inline void input_gradient_rows(
@@ -571,7 +571,7 @@ inline void input_gradient_rows(
     const V b = load(X_scale + v);
     const V c = load(shift + v);
     V dz[R];
-    V x[R]; // centered
+    V x[R]; // centred
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       dz[r] = load<kTail>(dY + r * stride + v, n);
@@ -632,7 +632,7 @@ void input_gradient(
   }
 }
 
-// --- from the chunks to the groups of a sample -----------------------------
+// -- from the chunks to the groups of a sample ------------------------------
 //
 // Channels [begin, end) are those of the sample's range of groups. Other ranges
 // of the same sample run at the same time: stores do not go past `end`.
@@ -930,11 +930,11 @@ void store_totals(const double* totals, int64_t count, void* gradient) {
   }
 }
 
-// --- the table -------------------------------------------------------------
+// -- the table --------------------------------------------------------------
 
 template <typename T>
 constexpr cpu::ElementKernels element_kernels() {
-  return {moments<T>, normalise<T>, gradient_sums<T>, input_gradient<T>};
+  return {moments<T>, normalize<T>, gradient_sums<T>, input_gradient<T>};
 }
 
 template <typename P>

@@ -129,9 +129,9 @@ struct InputGradient {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const Acc value = x[j];
-      const Acc centred = kFoldsMean<T> ? value : value - mean[j];
+      const Acc operand = kFoldsMean<T> ? value : value - mean[j];
       const Acc g = dZ_of(j, value, value - mean[j], dy[j]);
-      dx[j] = of_dZ[j] * g + (of_X[j] * centred + constant[j]);
+      dx[j] = of_dZ[j] * g + (of_X[j] * operand + constant[j]);
     }
     return narrow_all<T, kVector>(dx);
   }

@@ -1,5 +1,5 @@
-// What the kernels ask of a GPU beyond the CUDA C++ of all of them. Nothing
-// else here holds PTX; tests/emulator has the same names for a CPU.
+// What the kernels ask of a GPU beyond portable CUDA C++: all PTX is in this
+// file. tests/emulator has the same names for a CPU.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -147,7 +147,7 @@ __device__ __forceinline__ void wait_for_cluster() {
 #endif
 }
 
-// Makes of 8 bytes of shared memory what counts the bytes that are sent to it.
+// Makes 8 bytes of shared memory a counter of the bytes that are sent to it.
 // For one thread, before arrive_at_cluster().
 __device__ __forceinline__ void begin_counting(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900

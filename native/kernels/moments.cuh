@@ -350,8 +350,8 @@ struct Normalization {
       const {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const Acc centred = kFoldsMean<TY> ? x[j] : x[j] - mean[j];
-      z[j] = centred * scale[j] + shift[j];
+      const Acc operand = kFoldsMean<TY> ? x[j] : x[j] - mean[j];
+      z[j] = operand * scale[j] + shift[j];
     }
   }
 

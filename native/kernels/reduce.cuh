@@ -7,9 +7,9 @@
 #include <cstring>
 #include <type_traits>
 
-namespace gn_override {
+#include "native/plan/shared_memory.h"
 
-constexpr int kWarpSize = 32;
+namespace gn_override {
 
 // Every lane of each run of `lanes` (a power of two; of more than 32, each warp
 // by itself) gets the sums. All threads of the warp must call. Several sums at
@@ -61,7 +61,7 @@ struct Runs {
     const int shift = __ffs(lanes) - 1;
     at_once = static_cast<int>(blockDim.x) >> shift;
     own = static_cast<int>(threadIdx.x) >> shift;
-    first_of_warp = static_cast<int>(threadIdx.x & ~31u) >> shift;
+    first_of_warp = static_cast<int>(threadIdx.x & ~(kWarpSize - 1u)) >> shift;
   }
 
   // Deals the items 0, ..., count - 1 to the runs: calls f(item, lane of the

@@ -679,23 +679,23 @@ __global__ void __launch_bounds__(
           }
         });
     const int D = shape.D.divisor();
-    const Runs of_group(tiling.lanes_per_segment);
+    const Runs segments(tiling.lanes_per_segment);
     __syncthreads();
 
-    of_group.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
+    segments.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
       Acc sum[2] = {0, 0};
-      for (int i = lane; i < D; i += of_group.lanes) {
+      for (int i = lane; i < D; i += segments.lanes) {
         const Pair<Acc> channel = channels[g * D + i];
         sum[0] += channel.first;
         sum[1] += channel.second;
       }
-      sum_lanes(sum, of_group.lanes);
+      sum_lanes(sum, segments.lanes);
       if (valid) {
         exchange.put(
             g * item.parts + at.split * item.parts_of_block + lane / kWarpSize,
             {sum[0], sum[1]},
             lane % kWarpSize,
-            min(of_group.lanes, kWarpSize));
+            min(segments.lanes, kWarpSize));
       }
     });
     // Ahead of the wait, so that it hides them.

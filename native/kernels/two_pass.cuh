@@ -22,9 +22,15 @@ namespace gn_override {
 
 // -- forward -----------------------------------------------------------------
 
-// partial[n][split][slot] is of the segment; column_tiles + G - 1 slots.
-// Dynamic shared memory: fold_size() accumulators. At most a warp folds a
-// segment.
+// Of a split.
+__device__ __forceinline__ int slots_of(
+    const Shape& shape,
+    const Tiling& tiling) {
+  return shape.G + tiling.column_tiles.divisor() - 1;
+}
+
+// partial[n][split][slot] is of the segment. Dynamic shared memory: fold_size()
+// accumulators. At most a warp folds a segment.
 template <typename T, typename TY, int kVector>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     statistics(
@@ -51,7 +57,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   }
 
   unsigned char* const shared = dynamic_shared_memory();
-  const int slots = shape.G + tiling.column_tiles.divisor() - 1;
+  const int slots = slots_of(shape, tiling);
   Moments<Acc>* const own =
       partial + (at.n * tiling.splits.divisor() + at.split) * slots + at.tile;
   fold_segments(
@@ -83,18 +89,19 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
   const Team<kBlock> team(lanes);
-  const int64_t teams = shape.N * shape.G;
-  const int64_t index = team.index();
-  const bool idle = index >= teams; // stays for the sums
-  const int64_t n = idle ? 0 : index / shape.G;
-  const int group = idle ? 0 : static_cast<int>(index % shape.G);
+  const int64_t last_index = shape.N * shape.G - 1;
+  const bool idle = team.index() > last_index; // stays for the sums
+  // Idle teams read what the last one of their block does, before it writes.
+  const int64_t index = idle ? last_index : team.index();
+  const int64_t n = index / shape.G;
+  const int group = static_cast<int>(index % shape.G);
 
   const int tile_width = tiling.columns.divisor() * vector;
   const int first = group * shape.D.divisor();
   const int last = first + shape.D.divisor() - 1;
   const int first_tile = first / tile_width;
   const int tiles = last / tile_width - first_tile + 1;
-  const int slots = shape.G + tiling.column_tiles.divisor() - 1;
+  const int slots = slots_of(shape, tiling);
   Moments<Acc>* const own =
       partial + n * tiling.splits.divisor() * slots + group + first_tile;
 
@@ -154,7 +161,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   Acc bias[kVector];
   gamma.read(at.channel, 1, weight);
   beta.read(at.channel, 0, bias);
-  const int slots = shape.G + tiling.column_tiles.divisor() - 1;
+  const int slots = slots_of(shape, tiling);
   const Moments<Acc>* const own =
       partial + at.n * tiling.splits.divisor() * slots + at.tile;
   const auto moments_of = [&](int group) { return own[group]; };
@@ -192,6 +199,18 @@ __device__ __forceinline__ auto parameters_at(
   };
 }
 
+// (mean, rstd) of sample n's groups.
+template <typename T>
+__device__ __forceinline__ auto moments_at(
+    const Shape& shape,
+    int64_t n,
+    const ParameterIn<T>& mean,
+    const ParameterIn<T>& rstd) {
+  return [=, first = n * shape.G](int group) -> Pair<Accumulator<T>> {
+    return {mean.at(first + group, 0), rstd.at(first + group, 1)};
+  };
+}
+
 // sums[n][split][c] = (sum dZ xhat, sum dZ) over the split's pixels. Dynamic
 // shared memory: fold_size() accumulators.
 template <typename T, typename TY, int kVector, bool kFused>
@@ -218,10 +237,7 @@ __global__ void __launch_bounds__(
   if (at.active) {
     Acc mean[kVector];
     Acc rstd[kVector];
-    const auto moments_of = [&](int group) -> Pair<Acc> {
-      const int64_t index = at.n * shape.G + group;
-      return {mean_in.at(index, 0), rstd_in.at(index, 1)};
-    };
+    const auto moments_of = moments_at(shape, at.n, mean_in, rstd_in);
     read_moments(shape, at.channel, moments_of, mean, rstd);
     const auto differentiation = differentiation_of<kFused, TY>(
         activation,
@@ -343,10 +359,7 @@ __global__ void __launch_bounds__(
   if (!at.active) {
     return;
   }
-  const auto moments_of = [&](int group) -> Pair<Acc> {
-    const int64_t index = at.n * shape.G + group;
-    return {mean_in.at(index, 0), rstd_in.at(index, 1)};
-  };
+  const auto moments_of = moments_at(shape, at.n, mean_in, rstd_in);
   Acc mean[kVector];
   Acc rstd[kVector];
   read_moments(shape, at.channel, moments_of, mean, rstd);

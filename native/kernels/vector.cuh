@@ -125,9 +125,9 @@ struct ParameterIn {
   template <int kVector>
   __device__ void
   read(int i, Accumulator<T> otherwise, Accumulator<T> (&out)[kVector]) const {
-    const T* const address = static_cast<const T*>(data) + i;
-    const bool aligned =
-        reinterpret_cast<uintptr_t>(address) % sizeof(Vector<T, kVector>) == 0;
+    // No pointer, since there may be no data.
+    const uintptr_t address = reinterpret_cast<uintptr_t>(data) + i * sizeof(T);
+    const bool aligned = address % sizeof(Vector<T, kVector>) == 0;
     if (data != nullptr && (sizeof(T) > 2 || !is_float) && aligned) {
       const auto packed = *reinterpret_cast<const Vector<T, kVector>*>(address);
 #pragma unroll

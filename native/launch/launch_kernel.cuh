@@ -153,30 +153,28 @@ inline Tiling tiling_of(
   const int64_t segments = channels % problem.D() == 0
       ? channels / problem.D()
       : std::min<int64_t>(problem.G, (channels - 1) / problem.D() + 2);
-  Tiling tiling = {
-      plan.pixels_per_split,
-      FastDivisor(plan.splits),
-      FastDivisor(plan.columns),
-      FastDivisor(plan.rows),
-      FastDivisor(plan.column_tiles),
-      std::countr_zero(
-          static_cast<unsigned>(
-              channels_of_one_group(problem.D(), plan.vector))),
-      lanes_of(segments, most_lanes),
-      lanes_of(channels, kWarpSize),
-      kWarpSize};
+  const int lanes_per_segment = lanes_of(segments, most_lanes);
   // All groups at once, if the lanes can hold their parts.
-  const int parts =
-      plan.splits * std::max(1, tiling.lanes_per_segment / kWarpSize);
+  const int parts = plan.splits * std::max(1, lanes_per_segment / kWarpSize);
   const auto lanes_for = [](int items) {
     return static_cast<int>(
         std::bit_ceil(static_cast<unsigned>(std::min(items, kWarpSize))));
   };
-  tiling.lanes_per_exchange = std::clamp(
-      lanes_of(segments, kWarpSize),
-      lanes_for(static_cast<int>(ceil_div(parts, held))),
-      lanes_for(parts));
-  return tiling;
+  return {
+      .pixels_per_split = plan.pixels_per_split,
+      .splits = FastDivisor(plan.splits),
+      .columns = FastDivisor(plan.columns),
+      .rows = FastDivisor(plan.rows),
+      .column_tiles = FastDivisor(plan.column_tiles),
+      .merge_shift = std::countr_zero(
+          static_cast<unsigned>(
+              channels_of_one_group(problem.D(), plan.vector))),
+      .lanes_per_segment = lanes_per_segment,
+      .lanes_per_channel = lanes_of(channels, kWarpSize),
+      .lanes_per_exchange = std::clamp(
+          lanes_of(segments, kWarpSize),
+          lanes_for(static_cast<int>(ceil_div(parts, held))),
+          lanes_for(parts))};
 }
 
 // Of a grid over `samples` samples.

@@ -24,14 +24,15 @@ inline RegistersLaunch registers_launch(
            static_cast<unsigned>(problem.N / plan.samples_per_wave * problem.G),
        .threads = static_cast<unsigned>(plan.threads),
        .shared_bytes = plan.shared_bytes},
-      {static_cast<int>(problem.HxW),
-       static_cast<int>(problem.C),
-       static_cast<int>(problem.D()),
-       plan.rows,
-       FastDivisor(static_cast<int>(problem.G)),
-       FastDivisor(plan.columns),
-       FastDivisor(static_cast<int>(plan.threads / plan.samples_per_wave)),
-       tiling_of(problem, plan).lanes_per_channel},
+      {.HxW = static_cast<int>(problem.HxW),
+       .C = static_cast<int>(problem.C),
+       .D = static_cast<int>(problem.D()),
+       .rows = plan.rows,
+       .groups = FastDivisor(static_cast<int>(problem.G)),
+       .columns = FastDivisor(plan.columns),
+       .threads =
+           FastDivisor(static_cast<int>(plan.threads / plan.samples_per_wave)),
+       .lanes_per_channel = tiling_of(problem, plan).lanes_per_channel},
       static_cast<float>(1 / static_cast<double>(problem.HxW * problem.D()))};
 }
 

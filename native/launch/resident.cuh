@@ -47,13 +47,13 @@ inline ResidentLaunch resident_launch(
           most_lanes,
           whole_chip ? kHeldParts<true> : kHeldParts<false>),
       resident_layout(problem, plan, plan.pixels_kept),
-      {static_cast<int>(ceil_div(problem.N, samples)),
-       FastDivisor(
+      {.count = static_cast<int>(ceil_div(problem.N, samples)),
+       .samples = FastDivisor(
            whole_chip ? static_cast<int>(samples) : of_cluster / plan.splits),
-       FastDivisor(of_cluster),
-       static_cast<int>(ceil_div(plan.pixels_kept, of_batch)),
-       static_cast<int>(plan.pixels_cached),
-       static_cast<int>(plan.bytes_ahead / ahead_of)},
+       .cluster = FastDivisor(of_cluster),
+       .places = static_cast<int>(ceil_div(plan.pixels_kept, of_batch)),
+       .cached = static_cast<int>(plan.pixels_cached),
+       .ahead = static_cast<int>(plan.bytes_ahead / ahead_of)},
       1 / static_cast<double>(problem.HxW * problem.D())};
 }
 

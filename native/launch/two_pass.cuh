@@ -136,7 +136,10 @@ cudaError_t two_pass_backward(
         problem.activation, // kFused alone
         sums);
   });
-  if (error == cudaSuccess && problem.want_dX) {
+  if (error != cudaSuccess) {
+    return error;
+  }
+  if (problem.want_dX) {
     error = with_team(
         problem.N * problem.G,
         plan.splits * problem.D(),
@@ -151,30 +154,30 @@ cudaError_t two_pass_backward(
               gamma,
               coefficients);
         });
-    if (error == cudaSuccess) {
-      error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
-        return launch_kernel<input_gradient<T, TY, vector, kFused>>(
-            {.blocks = blocks, .threads = threads},
-            stream,
-            shape,
-            tiling,
-            dY,
-            X,
-            mean,
-            rstd,
-            gamma,
-            beta, // kFused alone
-            problem.activation, // kFused alone
-            static_cast<const Pair<Acc>*>(coefficients),
-            static_cast<T*>(arguments.dX));
-      });
+    if (error != cudaSuccess) {
+      return error;
+    }
+    error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+      return launch_kernel<input_gradient<T, TY, vector, kFused>>(
+          {.blocks = blocks, .threads = threads},
+          stream,
+          shape,
+          tiling,
+          dY,
+          X,
+          mean,
+          rstd,
+          gamma,
+          beta, // kFused alone
+          problem.activation, // kFused alone
+          static_cast<const Pair<Acc>*>(coefficients),
+          static_cast<T*>(arguments.dX));
+    });
+    if (error != cudaSuccess) {
+      return error;
     }
   }
-  if (error == cudaSuccess) {
-    error =
-        launch_parameter_gradients<TY>(problem, plan, sums, arguments, stream);
-  }
-  return error;
+  return launch_parameter_gradients<TY>(problem, plan, sums, arguments, stream);
 }
 
 } // namespace gn_override

@@ -192,7 +192,7 @@ std::string to_string(const Plan& plan) {
     field("bytes_ahead", plan.bytes_ahead);
   }
   if (plan.workspace_bytes > 0) {
-    field("workspace_bytes", static_cast<int64_t>(plan.workspace_bytes));
+    field("workspace_bytes", plan.workspace_bytes);
   }
   return out;
 }
@@ -218,7 +218,10 @@ std::string explain(const Problem& problem, const Device& device) {
       }
     }
     if (failed.empty()) {
-      failed = quoted("a plan that fits and is estimated to be the fastest");
+      failed = quoted(
+          plan_of(rule, problem, device)
+              ? "no other plan that was measured to be faster"
+              : "a plan that fits and is estimated to be the fastest");
     }
     declined += std::string(declined.empty() ? "" : ", ") +
         "{\"rule\": " + quoted(rule.name) + ", \"failed\": [" + failed + "]}";

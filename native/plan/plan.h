@@ -51,7 +51,7 @@ struct Plan {
   int slots = 0; // threads that work on samples of their own; 0: none does
   int64_t samples_per_batch = 1; // that all threads work on together
 
-  size_t workspace_bytes = 0;
+  int64_t workspace_bytes = 0;
 
   bool operator==(const Plan&) const = default;
 };
@@ -96,7 +96,7 @@ Plan estimated_plan(const Problem& problem, const Device& device);
 // The first matching rule's plan.
 Plan make_plan(const Problem& problem, const Device& device);
 
-// One line per field that matters, for people: "two_pass vector=8 ...".
+// In one line, the fields that matter, for people: "two_pass vector=8 ...".
 std::string to_string(const Problem& problem);
 std::string to_string(const Device& device);
 std::string to_string(const Plan& plan);

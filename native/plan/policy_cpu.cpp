@@ -35,8 +35,8 @@ constexpr int64_t kChunkBytes = 256 << 10;
 // results must not depend on the number of threads.
 constexpr int64_t kLeastChunks = 64;
 
-// Rows of a chunk. With fewer, the chunk's own sums (two arrays of a row's
-// length, merged in double) weigh as much as its rows.
+// Rows of a chunk, at least. With fewer, the chunk's own sums (two arrays of a
+// row's length, merged in double) weigh as much as its rows.
 constexpr int64_t kLeastRows = 16;
 
 // Rows of a chunk at most, and their square for each element of a group: above,
@@ -46,9 +46,9 @@ constexpr int64_t kLeastRows = 16;
 constexpr int64_t kMostRows = 512;
 constexpr int64_t kMostSquaredRows = 16;
 
-// Elements of a chunk. With fewer, as of few channels, a chunk costs more than
-// its rows, by its calls and by the merge (1x2x64x64 would be 64 chunks of
-// 128).
+// Elements of a chunk, at least. With fewer, as of few channels, a chunk costs
+// more than its rows, by its calls and by the merge (1x2x64x64 would be 64
+// chunks of 128).
 constexpr int64_t kLeastElements = 4096;
 
 // Of a large X, a chunk has so many bytes of each channel at least, so that the
@@ -63,8 +63,9 @@ constexpr int64_t kFoldedRow = 128;
 // at their end is a small part.
 constexpr int64_t kLongRow = 512;
 
-// Folded rows of a sample at least, so that what folding costs once a sample
-// (the parameters of the map are written `fold` times) is a small part.
+// Folded rows of a sample, at least, so that what folding costs once a sample
+// (the parameters of the map are written `fold` times) is a small part: where
+// rows become whole vectors, and where they become longer than that.
 constexpr int64_t kLeastWholeRows = 8;
 constexpr int64_t kLeastFoldedRows = 64;
 
@@ -129,7 +130,7 @@ std::optional<Plan> plan_channels_last(
       cache_bytes / 2 / (sample_bytes + of_sample.shared.bytes),
       1,
       std::max<int64_t>(left, 1));
-  plan.workspace_bytes = static_cast<size_t>(CPUWorkspace(problem, plan).bytes);
+  plan.workspace_bytes = CPUWorkspace(problem, plan).bytes;
   return plan;
 }
 

@@ -13,10 +13,9 @@ namespace gn_override {
 
 namespace {
 
-constexpr int kWarp = 32;
-
-// Bytes of a pixel that a block of the backward pass has, at most. Where it has
-// fewer, they are of more channels than these.
+// Bytes of a pixel that a block of the two-pass backward has, at most; of the
+// widest type they are so many channels, so no two-pass grid cuts a pixel into
+// more than ceil_div(C, kNarrowestTile) tiles.
 constexpr int64_t kBackwardSlice = 512;
 constexpr int64_t kNarrowestTile = kBackwardSlice / 8;
 
@@ -39,6 +38,9 @@ constexpr int64_t kMostResults = 1 << 16;
 constexpr int64_t kTwoPassBlocks = 8;
 
 constexpr int64_t kWideVector = 16; // bytes
+
+// No plan depends on which gradients are wanted (cached_plan() relies on that),
+// so a gradient has the same bits whatever else is asked for.
 
 // Widest vector, up to 16 bytes of any operand, that tiles a pixel's C channels
 // and that every base address is aligned to.
@@ -70,9 +72,6 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 }
 
 // -- resident ----------------------------------------------------------------
-
-// Plans are the same whichever gradients are wanted, so that none depends on
-// the others.
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
 // their candidates; they decide nothing else. Fitted on an H200 to the times of
@@ -195,7 +194,8 @@ Plan slices(
   plan.rows = static_cast<int>(
       std::clamp<int64_t>(threads / columns, 1, plan.pixels_per_split));
   plan.threads = static_cast<int>(
-      ceil_div(static_cast<int64_t>(plan.rows) * columns, kWarp) * kWarp);
+      ceil_div(static_cast<int64_t>(plan.rows) * columns, kWarpSize) *
+      kWarpSize);
   return plan;
 }
 
@@ -304,9 +304,8 @@ Candidate resident_candidate(
   if (resident < 1) {
     return result;
   }
-  const int64_t workspace = CUDAWorkspace(problem, plan).bytes();
-  plan.workspace_bytes = static_cast<size_t>(workspace);
-  if (splits > 1 && exceeds_workspace_share(problem, workspace)) {
+  plan.workspace_bytes = CUDAWorkspace(problem, plan).bytes();
+  if (splits > 1 && exceeds_workspace_share(problem, plan.workspace_bytes)) {
     return result;
   }
 
@@ -329,8 +328,9 @@ Candidate resident_candidate(
       of(kFoldedChannel, problem) * plan.columns * plan.vector +
       kClusterBarrier * std::bit_width(static_cast<unsigned>(cluster - 1));
   result.nanoseconds = of(kResidentCall, problem) +
-      (workspace > 0 ? kParameterGradients : 0) + kThread * first_threads +
-      moved + (waves - 1) * phase_change + waves * of_wave;
+      (plan.workspace_bytes > 0 ? kParameterGradients : 0) +
+      kThread * first_threads + moved + (waves - 1) * phase_change +
+      waves * of_wave;
   if (problem.is_fused()) {
     result.nanoseconds += (1 + kLostActivationThreads / first_threads) *
         of(kResidentActivation, problem) * of_multiprocessor *
@@ -360,20 +360,20 @@ Candidate best_resident(const Problem& problem, const Device& device) {
     }
   };
   const auto consider_threads = [&](int columns, int splits, int64_t samples) {
-    const auto of = [&](int threads) {
+    const auto candidate_of = [&](int threads) {
       return resident_candidate(
           problem, device, columns, splits, samples, threads);
     };
     if (pins.threads > 0) {
-      consider(of(pins.threads));
+      consider(candidate_of(pins.threads));
       return;
     }
-    const Candidate usual = of(kMaxThreads);
+    const Candidate usual = candidate_of(kMaxThreads);
     consider(usual);
-    consider(of(kMaxResidentThreads));
+    consider(candidate_of(kMaxResidentThreads));
     if (size_of(problem.output_dtype()) == 2 && usual.blocks < kFewBlocks) {
       for (const int threads : kFittingThreads) {
-        const Candidate fitting = of(threads);
+        const Candidate fitting = candidate_of(threads);
         if (fitting.blocks > usual.blocks) {
           consider(fitting);
         }
@@ -460,9 +460,8 @@ Candidate cooperative_candidate(
             (plan.splits * tiles * samples * plan.threads * of_pixel));
   }
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
-  const int64_t workspace = CUDAWorkspace(problem, plan).bytes();
-  plan.workspace_bytes = static_cast<size_t>(workspace);
-  if (exceeds_workspace_share(problem, workspace)) {
+  plan.workspace_bytes = CUDAWorkspace(problem, plan).bytes();
+  if (exceeds_workspace_share(problem, plan.workspace_bytes)) {
     return result;
   }
 
@@ -611,14 +610,13 @@ std::optional<Plan> plan_two_pass(
   plan.splits = static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
 
   plan.threads = static_cast<int>(
-      ceil_div(int64_t{1} * plan.columns * plan.rows, kWarp) * kWarp);
+      ceil_div(int64_t{1} * plan.columns * plan.rows, kWarpSize) * kWarpSize);
   plan.shared_bytes =
       problem.accumulator_bytes() *
       fold_size(
           problem.direction, problem.D(), plan.vector, plan.columns, plan.rows);
 
-  plan.workspace_bytes =
-      static_cast<size_t>(CUDAWorkspace(problem, plan).bytes());
+  plan.workspace_bytes = CUDAWorkspace(problem, plan).bytes();
   return plan;
 }
 
@@ -649,15 +647,15 @@ std::optional<Plan> plan_registers(
   plan.pixels_per_split = problem.HxW;
   plan.samples_per_wave = forward ? 1 : problem.N;
   const int64_t blocks = problem.N / plan.samples_per_wave * problem.G;
-  const int shall = pins.threads > 0 ? pins.threads : kThreadsOfGroup;
+  const int most_threads = pins.threads > 0 ? pins.threads : kThreadsOfGroup;
   // Else each sector is moved for two groups, by many blocks.
   const bool whole_sectors = plan.columns * vector_bytes(problem) >= kSector;
   for (plan.pixels_kept = 1;; plan.pixels_kept *= 2) {
     const bool last = plan.pixels_kept == kMostPixelsInRegisters;
     plan.rows = static_cast<int>(ceil_div(problem.HxW, plan.pixels_kept));
-    const int64_t threads = plan.samples_per_wave * kWarp *
-        ceil_div(int64_t{1} * plan.rows * plan.columns, kWarp);
-    if (threads <= (last ? kMaxRegisterThreads : shall) &&
+    const int64_t threads = plan.samples_per_wave * kWarpSize *
+        ceil_div(int64_t{1} * plan.rows * plan.columns, kWarpSize);
+    if (threads <= (last ? kMaxRegisterThreads : most_threads) &&
         blocks * threads <=
             (last && whole_sectors ? kThreadsAtOnce : kFewThreads) *
                 device.sm_count) {

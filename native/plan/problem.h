@@ -143,7 +143,7 @@ struct Device {
   // more than kMostOfAnyCluster blocks. It starts when the kernels that it has
   // no room beside have ended, and never if one of these waits for it.
   bool whole_chip = true;
-  // CUDA: copies to shared memory may tell the L2 cache what to keep.
+  // CUDA: Copies to shared memory may tell the L2 cache what to keep.
   // ptxas 12.9 to 13.4 makes illegal instructions of some for 10.0 and later.
   bool l2_policies = true;
   Pins pins; // CUDA

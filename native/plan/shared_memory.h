@@ -9,6 +9,8 @@
 
 namespace gn_override {
 
+constexpr int kWarpSize = 32;
+
 // Threads of a block at most: of the two-pass scheme, of the resident schemes,
 // and of the registers scheme.
 constexpr int kMaxThreads = 256;
@@ -101,7 +103,7 @@ resident_layout(const Problem& problem, const Plan& plan, int64_t pixels) {
   const int64_t channels = int64_t{1} * plan.columns * plan.vector;
   const int64_t groups = channels / problem.D();
   // A block's results: in parts of a warp where several fold a group.
-  const int64_t parts = std::max<int64_t>(groups, plan.threads / 32);
+  const int64_t parts = std::max<int64_t>(groups, plan.threads / kWarpSize);
   const int64_t blocks = plan.scheme == Scheme::kResident ? plan.splits : 0;
   const int64_t partial = partial_bytes(problem);
   const int64_t pair = kPairSize * accumulator;

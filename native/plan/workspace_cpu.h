@@ -62,17 +62,19 @@ struct CPUWorkspace {
         own(batch(plan, 1)),
         shared(batch(plan, plan.samples_per_batch)),
         totals(plan.slots * own.bytes + shared.bytes),
-        bytes(totals + runs * run_bytes(stride)) {}
+        bytes(totals + runs * sums_bytes(stride)) {}
 
  private:
-  static constexpr int64_t run_bytes(int64_t stride) {
+  static constexpr int64_t sums_bytes(int64_t stride) {
     return 2 * stride * 8;
   }
   static constexpr int64_t most_runs(const Problem& problem, int64_t stride) {
     return problem.bytes() <= kLargeTensor
         ? kMostRuns
         : std::clamp<int64_t>(
-              problem.bytes() / kShareOfRuns / run_bytes(stride), 1, kMostRuns);
+              problem.bytes() / kShareOfRuns / sums_bytes(stride),
+              1,
+              kMostRuns);
   }
   static constexpr int64_t padded(int64_t elements) {
     return (ceil_div(elements, kMostLanes) + 1) * kMostLanes;
@@ -81,7 +83,7 @@ struct CPUWorkspace {
     Batch result;
     result.maps = samples * plan.splits * 2 * stride * accumulator;
     result.sums = result.maps + samples * maps * folded_stride * accumulator;
-    result.bytes = result.sums + samples * 2 * stride * 8;
+    result.bytes = result.sums + samples * sums_bytes(stride);
     return result;
   }
 };

@@ -153,22 +153,20 @@ std::optional<Problem> problem_of(
   return problem;
 }
 
-// Null if no kernel takes the problem on the current device and stream.
-const Plan* plan_of(const Problem& problem) {
+// None if no kernel takes the problem on the current device and stream.
+std::optional<Plan> plan_of(const Problem& problem) {
   const Device& device = current_device();
   if (device.compute_capability < kLeastComputeCapability) {
-    return nullptr; // the kernels are empty: see is_served() in reduce.cuh
+    return std::nullopt; // the kernels are empty: see is_served() in reduce.cuh
   }
-  const Plan& plan = cached_plan(problem, device);
-  return plan.scheme == Scheme::kNone ? nullptr : &plan;
+  const Plan plan = cached_plan(problem, device);
+  return plan.scheme == Scheme::kNone ? std::nullopt : std::optional(plan);
 }
 
 Tensor empty_workspace(const Plan& plan, const Tensor& X) {
   return plan.workspace_bytes == 0
       ? Tensor()
-      : at::empty(
-            {static_cast<int64_t>(plan.workspace_bytes)},
-            X.options().dtype(kByte));
+      : at::empty({plan.workspace_bytes}, X.options().dtype(kByte));
 }
 
 const void* data_or_null(const Tensor& tensor) {
@@ -211,8 +209,8 @@ bool group_norm_channels_last(
       C,
       HxW,
       group);
-  const Plan* const plan = problem ? plan_of(*problem) : nullptr;
-  if (plan == nullptr) {
+  const std::optional<Plan> plan = problem ? plan_of(*problem) : std::nullopt;
+  if (!plan) {
     return false;
   }
   const Tensor workspace = empty_workspace(*plan, X);
@@ -259,8 +257,8 @@ bool group_norm_channels_last_backward(
   problem->want_dX = dX.defined();
   problem->want_dgamma = dgamma.defined();
   problem->want_dbeta = dbeta.defined();
-  const Plan* const plan = plan_of(*problem);
-  if (plan == nullptr) {
+  const std::optional<Plan> plan = plan_of(*problem);
+  if (!plan) {
     return false;
   }
   const Tensor workspace = empty_workspace(*plan, X);
