@@ -697,6 +697,29 @@ def test_measured_plans_are_for_gpus_like_the_one_that_ran(planner):
         assert ("was measured" in reason) == measured, of_device
 
 
+def test_a_rule_that_measuring_overruled_says_so(planner):
+    """And not that its plan does not fit, or is estimated to be slower: it is not."""
+    header = (ROOT / "native/plan/measured_cuda.h").read_text()
+    questions = [
+        (Case("measured", (int(N), int(C), int(HxW), 1), int(G)), False, "bfloat16", 16)
+        for direction, activation, N, C, HxW, G, *_ in MEASURED.findall(header)
+        if (direction, activation) == ("Forward", "Identity")
+    ]
+    threads, sm_count, _, *rest = device_figures("cuda")
+    measured, estimated = (
+        [answer["explain"] for answer in ask(planner, "cuda", questions, figures=figures)]
+        for figures in ([threads, sm_count, capability, *rest] for capability in ("90", "100"))
+    )
+    overruled = 0
+    for answer, other in zip(measured, estimated, strict=True):
+        failed = {rule["rule"]: rule["failed"] for rule in answer["declined"]}
+        for rule, texts in failed.items():
+            by_measuring = texts == ["no other plan that was measured to be faster"]
+            assert by_measuring == (rule == other["rule"]), (rule, answer, other)
+            overruled += by_measuring
+    assert overruled > 0
+
+
 def test_planner_alone_with_a_wide_output(planner):
     questions = [
         (case, backward, "bfloat16", alignment)
