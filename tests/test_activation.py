@@ -628,6 +628,19 @@ def test_training(device, case, dtypes, activation):
     assert_same_bits(Results(Y.detach(), mean, rstd, *(t.grad for t in leaves)), want)
 
 
+@pytest.mark.parametrize("which", range(3), ids=["X", "weight", "bias"])
+def test_operand_changed_before_backward(device, which):
+    """An error, as of an operand of PyTorch's that it saves; here the bias is one, too."""
+    i = make_inputs(FEW[0], device, torch.float32)
+    leaves = [t.clone().requires_grad_() for t in (i.X, i.gamma, i.beta)]
+    X, gamma, beta = leaves
+    Y = gn_override.functional.group_norm(X, i.groups, gamma, beta, activation="silu")
+    with torch.no_grad():
+        leaves[which].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Y.sum().backward()
+
+
 def test_parameters_of_inference_mode(device):
     """PyTorch saves gamma for backward, which an inference tensor cannot be, and no beta."""
     i = make_inputs(FEW[0], device, torch.float32)

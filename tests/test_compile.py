@@ -986,6 +986,15 @@ def test_pass_without_uuid() -> None:
     assert type(before)([Recorded()], before.active).uuid() is not None
 
 
+def test_set_autocast_drops_what_is_compiled() -> None:
+    backend = CompileCounterWithBackend("eager")
+    function, tensors = compiled(norm, backend=backend), operands((2, 6, 7, 5), "cpu")
+    for mode, count in (("float32", 1), ("preserve", 2), ("preserve", 2), ("float32", 3)):
+        gn_override.set_autocast(mode)
+        function(*tensors)
+        assert backend.frame_count == count
+
+
 def test_uuid_is_of_the_settings() -> None:
     """A pass that a thread holds still is told from what it was before a change."""
     held = inductor_config.pre_grad_custom_pass

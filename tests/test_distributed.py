@@ -148,12 +148,13 @@ def test_training_in_two_processes(where, wrapper, tmp_path):
 def test_whole_chip(monkeypatch):
     """Launches that fill a GPU are for processes without peers, whose kernels could wait for it."""
     ask = torch.ops.gn_override.may_take_whole_chip
+    monkeypatch.delenv("GN_OVERRIDE_WHOLE_CHIP", raising=False)
     assert ask()
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for size in (1, 2):
-        monkeypatch.setattr(dist, "get_world_size", lambda size=size: size)
-        assert ask() == (size == 1)
-    monkeypatch.undo()
+    with monkeypatch.context() as peers:
+        peers.setattr(dist, "is_initialized", lambda: True)
+        for size in (1, 2):
+            peers.setattr(dist, "get_world_size", lambda size=size: size)
+            assert ask() == (size == 1)
     assert ask()
     monkeypatch.setenv("GN_OVERRIDE_WHOLE_CHIP", "0")
     assert not ask()

@@ -2450,7 +2450,10 @@ def test_diffusers_vae() -> None:
         fusion = gn_override.fuse(model)
         # Left are the norms of the attention in the middle, which no activation follows.
         assert all("attentions" in norm.norm for norm in fusion.skipped), str(fusion)
+        pairs = sum(pair.norm.startswith("decoder.") for pair in fusion.fused)
+        torch.ops.gn_override.reset_counters()
         actual = model.decode(X).sample
+    assert calls(FORWARD, "cpu") == (pairs, 0) and pairs > 0
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -242,59 +242,6 @@ def test_switch_decides_who_runs_the_call():
     assert taken() == before + 1
 
 
-def test_off_is_stock_bit_for_bit(tmp_path):
-    """Compared with a process that never imported the package."""
-    code = (
-        "import sys, torch\n"
-        "{load}"
-        "torch.manual_seed(0); torch.set_num_threads(1)\n"
-        "x = torch.randn(2, 64, 9, 7).to(memory_format=torch.channels_last).requires_grad_()\n"
-        "m = torch.nn.GroupNorm(32, 64)\n"
-        "y = m(x); y.square().sum().backward()\n"
-        "torch.save([y.detach(), x.grad, m.weight.grad, m.bias.grad], sys.argv[1])\n"
-    )
-    results = []
-    for name, load in (
-        ("stock", ""),
-        ("off", "import gn_override; gn_override.disable()\n"),
-        ("never", "import os; os.environ['GN_OVERRIDE'] = '0'; import gn_override\n"),
-    ):
-        path = tmp_path / name
-        source = code.format(load=load).replace("sys.argv[1]", repr(str(path)))
-        run_python("-c", source, cwd=tmp_path)
-        results.append(torch.load(path))
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            assert torch.equal(a, b) and a.stride() == b.stride()
-
-
-def test_switch_may_be_flipped_while_other_threads_run():
-    x = channels_last(2, 64, 8, 8)
-    expected = F.group_norm(x, 32)
-    stop = threading.Event()
-    errors: list[str] = []
-
-    def work() -> None:
-        while not stop.is_set():
-            try:
-                torch.testing.assert_close(F.group_norm(x, 32), expected)
-            except Exception as error:  # reported by the main thread
-                errors.append(repr(error))
-                return
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(100):
-        gn_override.disable()
-        gn_override.enable()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert gn_override.is_enabled()
-
-
 def test_switch_may_be_flipped_by_many_threads(request):
     """Inductor follows it all the same, and what a program has set there stays."""
     config = torch.compiler.config

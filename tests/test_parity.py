@@ -288,22 +288,21 @@ def test_without_weight_or_bias(device, case, dtypes, affine):
 @few_cases
 @pytest.mark.parametrize("dtypes", [DTYPES["float"], DTYPES["bfloat16-float"]], ids=["f32", "mix"])
 @pytest.mark.parametrize("affine", ["both", "none"])
-@pytest.mark.parametrize("mask", MASKS, ids=lambda m: "".join("01"[bit] for bit in m))
+@pytest.mark.parametrize("mask", filter(any, MASKS), ids=lambda m: "".join("01"[bit] for bit in m))
 def test_output_masks(device, case, dtypes, affine, mask):
     """Gradients that are not asked for are undefined, the others are as without the mask."""
     inputs = make_inputs(case, device, *dtypes, affine=affine)
     ours = run_ours(inputs, mask)
     assert [g is not None for g in (ours.dX, ours.dgamma, ours.dbeta)] == list(mask)
-    if any(mask):
-        assert_parity(ours, inputs, mask)
-        whole = native(inputs)
-        for name in ("dX", "dgamma", "dbeta"):
-            if getattr(ours, name) is not None:
-                assert torch.equal(getattr(ours, name), getattr(whole, name)), name
+    assert_parity(ours, inputs, mask)
+    whole = native(inputs)
+    for name in ("dX", "dgamma", "dbeta"):
+        if getattr(ours, name) is not None:
+            assert torch.equal(getattr(ours, name), getattr(whole, name)), name
 
 
 def test_no_gradient_asked_for(device):
-    """A mask of three False returns three undefined tensors, without reading an operand."""
+    """A mask of three False returns three undefined tensors."""
     i = make_inputs(by_name("d3"), device, torch.float32)
     _, mean, rstd = torch.ops.aten.native_group_norm(i.X, i.gamma, i.beta, *i.sizes, i.eps)
     grads = torch.ops.aten.native_group_norm_backward(

@@ -133,7 +133,10 @@ def levels(device: str) -> list[Level]:
             alone=True,
         ),
         Level(
-            "distributed", "DDP, FSDP2, DTensor in two processes", only, ("test_distributed.py",)
+            "distributed",
+            "DDP, FSDP2, DTensor in two processes",
+            ("-k", f"{device} or whole_chip"),
+            ("test_distributed.py",),
         ),
         Level(
             "convergence",
