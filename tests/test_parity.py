@@ -6,6 +6,7 @@ Each test asserts by the counters which kernels really ran.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import json
@@ -38,6 +39,7 @@ from reference import (
     native,
     override_off,
     stock,
+    ulp,
 )
 from shapes import CPU_CASES, EDGE_CASES, KERNEL_CASES, MODEL_CASES, Case, cpu_subset
 
@@ -410,6 +412,26 @@ def test_bound_catches(result, change, dtype):
     assert_close(getattr(theirs, result), getattr(theirs, result), getattr(reference, result))
     with pytest.raises(AssertionError, match=f"{result}: error"):
         assert_parity(wrong, inputs, theirs=[theirs])
+
+
+@pytest.mark.parametrize("result", RESULTS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str
+)
+def test_bound_is_a_few_units_in_the_last_place(result, dtype):
+    """Six of them are too many for the largest element; the exact value is none too many."""
+    inputs = make_inputs(by_name("d3"), "cpu", dtype, layout="nchw")
+    theirs, reference = stock(inputs), exact(inputs)
+    value, unit = getattr(reference, result), ulp(reference.scale[result], dtype)
+    want = torch.as_tensor(value.astype("float64") if dtype == torch.float64 else value)
+    at = int(want.abs().argmax())
+    for units, caught in ((0, False), (6, True)):
+        wrong = copy.copy(theirs)
+        setattr(wrong, result, getattr(theirs, result).clone())
+        getattr(wrong, result).reshape(-1)[at] = want.reshape(-1)[at] + units * unit
+        match = f"{result}: error"
+        with pytest.raises(AssertionError, match=match) if caught else contextlib.nullcontext():
+            assert_parity(wrong, inputs, theirs=[theirs])
 
 
 def test_reference_agrees_with_autograd():
