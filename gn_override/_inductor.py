@@ -250,9 +250,7 @@ def _follow() -> None:
 
     _amend(torch.compiler.config, "cache_key_tag", with_tag)
     if _LOWERINGS in sys.modules:
-        _set_decompositions(active)
-        _keep_apart(active)
-        _set_pass(active)
+        _change_inductor(active)
 
 
 def _amend(config: Any, name: str, change: Callable[[Any], Any]) -> None:
@@ -284,6 +282,13 @@ class _Decomposition:
         if leaves_calls() and not _trains_a_scan() and self.ours(*args, **kwargs):
             return NotImplemented  # which leaves the call in the graph
         return self.inductors(*args, **kwargs)
+
+
+def _change_inductor(active: bool) -> None:
+    """Has Inductor leave calls to our kernels, or undoes that."""
+    _set_decompositions(active)
+    _keep_apart(active)
+    _set_pass(active)
 
 
 def _set_decompositions(active: bool) -> None:
@@ -340,9 +345,7 @@ def _inductor_loaded() -> None:
 
     for op in (*_OURS, *_FUSED):
         make_fallback(op, layout_constraint=_like_input, warn=False, override_decomp=True)
-    _set_decompositions(is_active())
-    _keep_apart(is_active())
-    _set_pass(is_active())
+    _change_inductor(is_active())
 
 
 def _like_input(node: torch.fx.Node, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

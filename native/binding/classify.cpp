@@ -32,12 +32,12 @@ int alignment_of(const at::Tensor& tensor) {
   return static_cast<int>(lowest_bit);
 }
 
-// A GPU loads whole elements: at other addresses stock raises its error.
+// A GPU loads whole elements: at other addresses stock raises its error. Of a
+// wide dY, whose alignment counts by X's elements, 0 is less than one.
 void decline_misaligned(Classified& result) {
   const Problem& problem = result.problem;
   if (problem.device == DeviceType::kCUDA &&
-      problem.alignment <
-          size_of(problem.dtype)) { // 0: half of X's for a wide dY
+      problem.alignment < size_of(problem.dtype)) {
     result.declined = "misaligned input";
   }
 }
