@@ -23,6 +23,7 @@ SEED = int(os.environ.get("GN_OVERRIDE_TEST_SEED", "0"))
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "cuda: runs on a GPU; skipped with the reason where there is none",
+        "cuda_build: of fake CUDA tensors, for which the extension has to have its CUDA part",
         "any_torch: does not depend on the version of torch; .ci/run has it once",
         "large: needs tens of GiB of GPU memory; skipped where there is less",
     ):
@@ -32,12 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.allow_tf32 = False  # networks are compared to what float32 can hold
 
 
-def why_no_cuda() -> str | None:
-    """Why CUDA tests cannot run here, or None."""
+def why_no_cuda_build() -> str | None:
+    """Why there are no CUDA kernels here, or None."""
     if not torch.backends.cuda.is_built():
         return "this torch is built without CUDA"
-    if not torch.cuda.is_available():
-        return "no GPU is visible"
     import gn_override  # noqa: F401  (loads the library that build_info asks)
 
     if "cuda" not in json.loads(torch.ops.gn_override.build_info())["backends"]:
@@ -45,12 +44,20 @@ def why_no_cuda() -> str | None:
     return None
 
 
+def why_no_cuda() -> str | None:
+    """Why CUDA kernels cannot run here, or None."""
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        return "no GPU is visible"
+    return why_no_cuda_build()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("cuda")]
-    reason = why_no_cuda() if marked else None
-    if reason:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    for marker, why_not in (("cuda", why_no_cuda), ("cuda_build", why_no_cuda_build)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = why_not() if marked else None
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

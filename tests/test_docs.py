@@ -260,7 +260,7 @@ def test_symbols_are_in_the_files_that_are_named(page, least):
         assert re.search(rf"\b{symbol}\b", (ROOT / file).read_text()), f"{page}: {symbol} in {file}"
 
 
-@pytest.mark.parametrize("path", OWN, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
 def test_ties_paths_and_links(path):
     for symbol, file in ties(path):
         assert re.search(rf"\b{re.escape(symbol)}\b", (ROOT / file).read_text()), (symbol, file)

@@ -67,6 +67,7 @@ LARGE = Case("larger_than_chip", (3, 48, 151, 157), 8)
 MIXED = {
     "float": (torch.float32, None),
     "double": (torch.float64, None),
+    "half": (torch.float16, None),
     "half-float": (torch.float16, torch.float32),
     "bfloat16": (torch.bfloat16, None),
     "half to float": (torch.float16, torch.float32, torch.float32),
@@ -336,7 +337,7 @@ def test_more_than_the_chip_keeps(emulator, name, samples):
     assert_parity(results, inputs)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
 def test_activation_of_more_than_the_chip_keeps(emulator, dtypes, activation):
     """dZ stays where its pixel does; of the others it is computed again."""
