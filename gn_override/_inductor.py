@@ -156,10 +156,10 @@ def set_inductor(enabled: bool) -> None:
     True, the default: the kernels of this package run the calls that they would run in eager
     mode, with the activation that follows where that is one of theirs, and Inductor compiles the
     others. False: Inductor compiles all of them, which lets it fuse them with their neighbours.
-    AOTInductor always does that. Backends other than Inductor, and eager mode, do not ask.
+    AOTInductor always compiles all. Eager mode and other backends are not affected.
 
-    The choice is the process's and holds also while the override is switched off, when it has no
-    effect. What is compiled already is compiled again on its next call.
+    The choice is the process's and is kept while the override is off, when it has no effect. If it
+    changes, all that torch.compile has made is dropped, and compiled again on its next call.
 
     Raises:
         TypeError: not a bool.

@@ -917,9 +917,7 @@ def test_export(device: str, dynamic: bool) -> None:
         torch.ops.gn_override.reset_counters()
         with torch.no_grad():
             actual = exported.module()(x)
-        layout_is_stocks = device == "cpu" or not CONDITIONS["STOCK_DROPS_LAYOUT"]
-        ours = exported is program or layout_is_stocks
-        assert calls(FORWARD, device) == ((1, 0) if ours else (0, 1))
+        assert calls(FORWARD, device) == (1, 0)
         torch.testing.assert_close(actual, expected)
 
 

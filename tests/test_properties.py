@@ -243,6 +243,10 @@ def test_values(device, case, dtypes, values, eps, seed):
     reference = exact(inputs)
     most = torch.finfo(inputs.X.dtype).max
     assume(max(reference.scale.values()) <= most)  # half cannot hold all terms
+    # Where this is almost too much for the accumulators, docs/reliability.md says what differs.
+    most = torch.finfo(torch.promote_types(inputs.X.dtype, torch.float32)).max
+    squares = case.D * case.HxW * (abs(reference.rstd) ** -2 - eps)  # of deviations
+    assume(not ((most / 32 < squares) & (squares <= most)).any())
     assert_conditioned(ours, inputs, reference)
 
 

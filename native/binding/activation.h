@@ -1,21 +1,23 @@
 // gn_override::group_norm_act and its backward: activation(group_norm(X)) in
-// one kernel, in X's dtype or, from half and bfloat16, in float. They run on
-// our kernels whether or not the aten overrides are switched on, and for what
-// these do not take as a composite of aten operators.
+// one kernel, in X's dtype or, from half and bfloat16, in float. Called
+// directly, they do not ask the switch. Calls that our kernels do not take run
+// as a composite of aten operators.
 //
 //   Autograd          ActivatedNorm (activation.cpp), or the composite inside
 //                     functorch transforms and forward-mode AD
 //   AutocastCUDA      autocast.cpp
-//   CPU, CUDA         activated_forward, activated_backward below
+//   CPU, CUDA         activated_forward, activated_inference and
+//                     activated_backward below
 //   any other, vmap   the composite
 //
 // gn_override::group_norm_act_inference is Y alone, of X + added where there is
 // an added [N, C]: on CUDA one kernel, which rounds no sum. It has no backward:
 // where a gradient is wanted, it is an addition and group_norm_act.
 //
-// gn_override::group_norm_act_or_none is what a call of Python's asks: Y, by
-// whichever of these is right, or None where PyTorch's own operators are for
-// the call. Checks are cheaper here.
+// gn_override::group_norm_act_or_none is what Python calls (functional, nn and
+// fuse()). It asks the switch: None where that is off or where PyTorch's own
+// operators are right for the call, else Y of one of the two operators above.
+// It is one call, since the same checks are slower in Python.
 #pragma once
 
 #include <torch/library.h>

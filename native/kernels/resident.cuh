@@ -7,7 +7,9 @@
 // vectors are its own: it copies them to shared memory and reads them back, so
 // the slab needs no barrier.
 //
-//   cluster    The blocks of an item are a cluster, which keeps all of it.
+//   cluster    The blocks of an item are a cluster, which keeps all of it; or,
+//              backward with kAllSamples, the blocks of a tile's items of all
+//              samples are one, which then adds up dgamma and dbeta itself.
 //              Several blocks on a multiprocessor overlap one's loads with
 //              another's stores.
 //   whole chip A cooperative launch of a block to each multiprocessor works on

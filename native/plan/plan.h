@@ -34,15 +34,17 @@ struct Plan {
   // which then add up dgamma and dbeta as well.
   int cluster = 1;
   int64_t shared_bytes = 0; // dynamic, of a block
-  // The schemes that keep X on chip: a thread has room for `pixels_kept` of its
-  // pixels. Registers: of one of a block's `samples_per_wave` samples.
-  // Cooperative: of so many samples at a time, and the L2 cache shall hold the
-  // `pixels_cached` that were read before those.
+  // Registers: samples of a block, each in warps of its own. Cooperative:
+  // samples that the whole chip works on at a time.
   int64_t samples_per_wave = 0;
+  // Registers, resident, cooperative: pixels that a thread has room for on
+  // chip, in registers or in shared memory.
   int64_t pixels_kept = 0;
+  // Cooperative: pixels of a thread, read just before those that it keeps, that
+  // the L2 cache is asked to hold until they are read again.
   int64_t pixels_cached = 0;
-  // Resident and cooperative: how long before they are read blocks ask the L2
-  // cache for what others, or they themselves in the next wave, will read.
+  // Resident and cooperative: blocks prefetch to the L2 cache what a later
+  // block or wave reads so many bytes later. 0: they do not.
   int64_t bytes_ahead = 0;
 
   // CPU, which cuts samples into `splits` runs of `pixels_per_split` too, and

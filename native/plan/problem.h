@@ -41,9 +41,10 @@ struct Problem {
   Direction direction = Direction::kForward;
   DType dtype = DType::kFloat; // X, dX; Y, dY unless they are wide
   DType param_dtype = DType::kFloat; // gamma, beta, dgamma, dbeta
-  // mean and rstd are of the type that sums are kept in, not of param_dtype.
+  // mean and rstd are of the type that sums are kept in (as for
+  // group_norm_act); else of param_dtype.
   bool wide_statistics = false;
-  // Y and dY are of that type too, and gamma and beta.
+  // Y, dY, gamma and beta are of that type too (as under autocast).
   bool wide_output = false;
   int64_t N = 0;
   int64_t C = 0;
@@ -124,9 +125,9 @@ struct Pins {
   bool operator==(const Pins&) const = default;
 };
 
-// By their size, how many clusters run at once with a block to a
-// multiprocessor: a GPC holds a whole number of them, so some multiprocessors
-// may stay idle. 0: not supported.
+// clusters[size]: how many clusters of `size` blocks run at once, with a block
+// to a multiprocessor. A GPC holds a whole number of them, so some
+// multiprocessors may stay idle. 0: not supported.
 using ClusterCounts = std::array<int, 17>;
 
 // What the planner may know of the machine.
