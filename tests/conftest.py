@@ -46,9 +46,7 @@ def why_no_cuda_build() -> str | None:
 
 def why_no_cuda() -> str | None:
     """Why CUDA kernels cannot run here, or None."""
-    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
-        return "no GPU is visible"
-    return why_no_cuda_build()
+    return why_no_cuda_build() or (None if torch.cuda.is_available() else "no GPU is visible")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -480,7 +480,7 @@ def test_the_cache_keeps_nothing():
     copy = torch.empty_like(inputs.X)
     others = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")  # more than any cache
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    native(inputs)  # the clock is up, and all is loaded
+    native(inputs)  # loads the kernels
     times: dict[str, list[float]] = {"before": [], "after": []}
     for when, found in times.items():
         for _ in range(30):

@@ -337,7 +337,7 @@ def test_more_than_the_chip_keeps(emulator, name, samples):
     assert_parity(results, inputs)
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu"])
 @pytest.mark.parametrize("dtypes", MIXED.values(), ids=MIXED)
 def test_activation_of_more_than_the_chip_keeps(emulator, dtypes, activation):
     """dZ stays where its pixel does; of the others it is computed again."""

@@ -241,12 +241,12 @@ def test_values(device, case, dtypes, values, eps, seed):
     with expect_calls(device, forward=True, backward=True):
         ours = native(inputs)
     reference = exact(inputs)
-    most = torch.finfo(inputs.X.dtype).max
-    assume(max(reference.scale.values()) <= most)  # half cannot hold all terms
-    # Where this is almost too much for the accumulators, docs/reliability.md says what differs.
-    most = torch.finfo(torch.promote_types(inputs.X.dtype, torch.float32)).max
-    squares = case.D * case.HxW * (abs(reference.rstd) ** -2 - eps)  # of deviations
-    assume(not ((most / 32 < squares) & (squares <= most)).any())
+    dtype = inputs.X.dtype
+    assume(max(reference.scale.values()) <= torch.finfo(dtype).max)  # half cannot hold all terms
+    # Sums that nearly overflow their type are those of which docs/reliability.md says what differs.
+    most = torch.finfo(torch.promote_types(dtype, torch.float32)).max
+    squared_deviations = case.D * case.HxW * (reference.rstd**-2 - eps)
+    assume(not ((most / 32 < squared_deviations) & (squared_deviations <= most)).any())
     assert_conditioned(ours, inputs, reference)
 
 

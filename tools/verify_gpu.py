@@ -92,16 +92,14 @@ def levels(device: str) -> list[Level]:
         faults = "threads, workers, errors"
         soak_what = "training steps for seven minutes"
         soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
-    marked = (
-        ("-m", "(cuda or cuda_build) and not large") if device == "cuda" else ("-m", "not cuda")
-    )
+    marked = "(cuda or cuda_build) and not large" if device == "cuda" else "not cuda"
     apart = ("test_opinfo.py", "test_properties.py", "test_faults.py", "test_distributed.py")
     rest = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in apart)
     found = [
         Level(
             "suite",
             "parity, cases, dispatch, compile, schemes, models",
-            marked,
+            ("-m", marked),
             tuple(rest),
             many=True,
         ),
