@@ -816,13 +816,31 @@ def test_sparse_inputs_are_refused_as_by_stock(device):
     assert str(ours.value) == str(theirs.value)
 
 
+def with_strided(inputs: Inputs, which: str) -> Inputs:
+    field = {"weight": "gamma", "bias": "beta"}[which]
+    strided = getattr(inputs, field).repeat_interleave(2)[::2]
+    return dataclasses.replace(inputs, **{field: strided})
+
+
 @pytest.mark.parametrize("which", ["weight", "bias"])
 def test_parameters_that_are_not_contiguous(device, which):
     i = make_inputs(FEW[0], device, torch.float32)
-    want = run(i, "silu")
-    field = {"weight": "gamma", "bias": "beta"}[which]
-    strided = getattr(i, field).repeat_interleave(2)[::2]
-    assert_same_bits(run(dataclasses.replace(i, **{field: strided}), "silu"), want)
+    assert_same_bits(run(with_strided(i, which), "silu"), run(i, "silu"))
+
+
+@pytest.mark.parametrize("case", [FEW[0], Case("sequence", (2, 96, 7), 32)], **by_id)
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_double_backward_of_parameters_that_are_not_contiguous(device, which, case):
+    def derivatives(i: Inputs) -> list[Tensor]:
+        operands = [t.detach().requires_grad_() for t in (i.X, i.gamma, i.beta)]
+        Y = gn_override.functional.group_norm(
+            operands[0], i.groups, *operands[1:], i.eps, activation="silu"
+        )
+        first = torch.autograd.grad(Y, operands, i.dY, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(t.square().sum() for t in first), operands)]
+
+    i = make_inputs(case, device, torch.float32)
+    torch.testing.assert_close(derivatives(with_strided(i, which)), derivatives(i))
 
 
 @pytest.mark.parametrize("bias", [torch.ones(3), torch.ones(8).double()], ids=["short", "double"])

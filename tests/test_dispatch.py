@@ -375,6 +375,20 @@ def test_second_derivatives_in_stocks_layout_and_memory(
     assert ours[1] < stock[1] + (copies + 0.5) * leaves[0].nbytes
 
 
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=["NHWC", "NDHWC"])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_double_backward_normalises_on_our_kernels(
+    device: str, samples: int, shape: tuple[int, ...]
+) -> None:
+    """Where stock's keep the layout, which they have in their derivatives."""
+    tensors = operands((samples, *shape[1:]), device)
+    Y = gn_override.functional.group_norm(tensors[0], GROUPS, *tensors[1:], activation="silu")
+    torch.ops.gn_override.reset_counters()
+    torch.autograd.grad(Y, tensors, torch.ones_like(Y), create_graph=True)
+    keeps = device == "cpu" or not CONDITIONS["STOCK_DROPS_LAYOUT"]
+    assert calls(FORWARD, device) == ((1, 0) if keeps else (0, 1))
+
+
 @pytest.mark.skipif(not CONDITIONS["STOCK_DROPS_LAYOUT"], reason="autograd is stock's")
 def test_second_derivatives_of_half_with_float_parameters() -> None:
     """On a CPU, whose stock kernels take them."""
@@ -711,6 +725,16 @@ def test_layouts_inside_functorch(device: str, transform: str, shape: tuple[int,
     ours = strides()
     with override_off():
         assert ours == strides()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp"])
+def test_forwards_inside_functorch_are_served(device: str, transform: str) -> None:
+    """Up to 2.13 where stock, which runs there, has kernels that keep the layout."""
+    tensors = operands((2, 6, 3, 5), device, requires_grad=False)
+    torch.ops.gn_override.reset_counters()
+    TRANSFORMS[transform](norm)(*tensors)
+    served = device == "cpu" or TORCH >= (2, 14)
+    assert calls(FORWARD, device) == ((1, 0) if served else (0, 1))
 
 
 def test_fast_path_survives_functorch(device: str) -> None:

@@ -109,13 +109,19 @@ at::ScalarType output_type(
   return result;
 }
 
-// gamma as an accumulator, ones where there is none: stock's double backward
-// and some masks of its backward refuse a norm without one.
+// gamma or beta as an accumulator. Up to 2.13 stock's native_group_norm takes
+// no strided one.
+Tensor accumulated(const Tensor& parameter, const Tensor& X) {
+  return parameter.to(accumulator_type(X)).contiguous();
+}
+
+// gamma, ones where there is none: stock's double backward and some masks of
+// its backward refuse a norm without one.
 Tensor weight_of(const OptionalTensor& gamma, const Tensor& X) {
-  const at::ScalarType type = accumulator_type(X);
   return defined(gamma)
-      ? gamma->to(type)
-      : at::ones_symint({X.sym_size(1)}, X.options().dtype(type));
+      ? accumulated(*gamma, X)
+      : at::ones_symint(
+            {X.sym_size(1)}, X.options().dtype(accumulator_type(X)));
 }
 
 } // namespace
@@ -152,11 +158,10 @@ Result compose_forward(
   check_arguments(X, group, gamma, beta);
   const at::ScalarType result_type = output_type(X, out_dtype);
   const SymbolicSizes sizes(X);
-  const at::ScalarType type = accumulator_type(X);
   const auto [Z, mean, rstd] = at::native_group_norm_symint(
-      X.to(type).contiguous(format),
+      X.to(accumulator_type(X)).contiguous(format),
       weight_of(gamma, X),
-      defined(beta) ? OptionalTensor(beta->to(type)) : std::nullopt,
+      defined(beta) ? OptionalTensor(accumulated(*beta, X)) : std::nullopt,
       sizes.N,
       sizes.C,
       sizes.HxW,
@@ -209,7 +214,7 @@ Result composite_backward(
     Z = (Z - mean.reshape_symint(of_group)) * rstd.reshape_symint(of_group);
     Z = Z.reshape_symint({sizes.N, sizes.C, sizes.HxW}) * weight.unsqueeze(1);
     if (defined(beta)) {
-      Z = Z + beta->to(type).unsqueeze(1);
+      Z = Z + accumulated(*beta, X).unsqueeze(1);
     }
     dZ = differentiate(dZ, Z.reshape_symint(X.sym_sizes()), kind);
   }

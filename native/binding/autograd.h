@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/alias.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -85,11 +86,12 @@ torch::autograd::variable_list differentiable_backward(
     std::array<bool, 3> wanted,
     Norm norm) {
   // Aliases: the graph from them to Y is the norm and nothing else, even where
-  // one operand was computed from another.
+  // one operand was computed from another. Not views: of one sample these have
+  // other strides.
   torch::autograd::variable_list inputs;
   for (size_t i = 0; i < 3; ++i) {
     if (operands[i].defined()) {
-      operands[i] = operands[i].view_as(operands[i]);
+      operands[i] = at::alias(operands[i]);
     }
     wanted[i] = wanted[i] && operands[i].requires_grad();
     if (wanted[i]) {
