@@ -380,7 +380,7 @@ def test_second_derivatives_in_stocks_layout_and_memory(
 def test_double_backward_normalises_on_our_kernels(
     device: str, samples: int, shape: tuple[int, ...]
 ) -> None:
-    """Where stock's keep the layout, which they have in their derivatives."""
+    """On a CPU, and from 2.14 on: elsewhere stock's formula takes no other layout than NCHW."""
     tensors = operands((samples, *shape[1:]), device)
     Y = gn_override.functional.group_norm(tensors[0], GROUPS, *tensors[1:], activation="silu")
     torch.ops.gn_override.reset_counters()
@@ -625,6 +625,32 @@ def test_saved_tensor_hooks_and_checkpoint(device: str) -> None:
     checkpointed = gradients(
         lambda *args: torch.utils.checkpoint.checkpoint(norm, *args, use_reentrant=False)
     )
+    torch.testing.assert_close(checkpointed, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["wide", "autocast"])
+def test_checkpoint_whose_inputs_are_on_the_cpu(
+    device: str, autocast: bool, activation: str
+) -> None:
+    """It hands them back in their layout, so that the norm saves the same tensors again."""
+    dtype = torch.bfloat16 if autocast else torch.float
+    X, *parameters = operands((2, 6, 3, 5), device, torch.float)
+    X = X.detach().to(dtype).requires_grad_()
+
+    def function(X: Tensor) -> Tensor:
+        return gn_override.functional.group_norm(X, GROUPS, *parameters, activation=activation)
+
+    def gradients(compute: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            Y = compute(X)
+        return torch.autograd.grad(Y.cos().sum(), (X, *parameters))
+
+    expected = gradients(function)
+    with torch.autograd.graph.save_on_cpu():
+        checkpointed = gradients(
+            lambda x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+        )
     torch.testing.assert_close(checkpointed, expected, rtol=0, atol=0)
 
 
