@@ -151,7 +151,7 @@ HOW: dict[str, Callable[[str, Path], None]] = {
     "python tools/render_readme.py": tool("--check"),
     "python tools/bench.py --from": tool(),
     "python tools/bench_cpu.py --cases model": tool(*BRIEFLY, "--only", "sd15_unet_2560_8x8"),
-    "python tools/bench_cpu.py": tool(*BRIEFLY, "--only", "cpu1"),
+    "python tools/bench_cpu.py --moved": tool(*BRIEFLY, "--only", "cpu1,cpu3"),
     "python tools/bench_host.py": needs_gpu(),
     "python tools/bench_ddp.py": needs_gpu(),
     "python tools/bench_models.py": needs_gpu(),

@@ -2,6 +2,7 @@
 
     python tools/bench_cpu.py                          # every row of tests/shapes.py's CPU_CASES
     python tools/bench_cpu.py --cases model --only sd15_unet
+    python tools/bench_cpu.py --moved                  # what the forward's traffic takes too
 
 Each round gives everything a turn of some calls: y.copy_(x) of the channels-last tensor, the same
 to a tensor that is allocated for it, stock on NCHW tensors, stock on channels-last ones and ours on
@@ -11,6 +12,9 @@ turn, which finds the caches full of the turn before, is not counted. Figures ar
 milliseconds over the calls; the results file has the least times too, which other load on the
 machine disturbs less. Before it is timed, each case is checked against fp64 with the test suite's
 bound.
+
+With --moved, moved_cpu.cpp has a turn too, which is built with the compiler of the machine: ours
+without the arithmetic, two reads of X and a write of Y in the same order. "moved" is its time.
 
 Each case runs in a process of its own, in which results of up to 32 MB mostly get the memory of the
 call before and larger ones new pages from the system: what glibc comes to in a long run. How far it
@@ -27,6 +31,8 @@ import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import results
@@ -41,6 +47,8 @@ import shapes
 import gn_override
 from gn_override import _bench
 
+MOVED = results.ROOT / "tools" / "moved_cpu.cpp"
+
 # glibc's mallopt(): its parameters and the largest values that it comes to by itself.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST_MMAP_THRESHOLD = 32 << 20
@@ -51,6 +59,26 @@ def settle_malloc() -> None:
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_THRESHOLD)
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MOST_MMAP_THRESHOLD)
+
+
+def build_moved(folder: str) -> str:
+    """Builds moved_cpu.cpp in the folder: the library, which has gn_override_tools::moved."""
+    from torch.utils import cpp_extension
+
+    os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)  # where pip puts ninja
+    native = results.ROOT / "native"
+    sources = [MOVED, native / "cpu" / "cpu.cpp", *sorted((native / "plan").glob("*.cpp"))]
+    name = "gn_override_moved"
+    cpp_extension.load(
+        name=name,
+        sources=[str(source) for source in sources],
+        build_directory=folder,
+        extra_include_paths=[str(results.ROOT)],
+        extra_cflags=["-std=c++20", "-O3", "-march=native", "-fopenmp", "-fvisibility=hidden"],
+        extra_ldflags=["-fopenmp"],
+        is_python_module=False,
+    )
+    return f"{folder}/{name}.so"
 
 
 def steps_of(inputs: reference.Inputs) -> dict[str, timing.Step]:
@@ -66,8 +94,13 @@ def steps_of(inputs: reference.Inputs) -> dict[str, timing.Step]:
     return steps
 
 
-def measure(case: shapes.Case, seconds: float, threads: int, check: bool) -> dict[str, Any]:
-    """One row: medians and least times of a copy, of stock in both layouts and of ours."""
+def measure(
+    case: shapes.Case, seconds: float, threads: int, check: bool, moved: str | None
+) -> dict[str, Any]:
+    """One row: medians and least times of copies, of stock in both layouts and of ours.
+
+    moved: the library of build_moved(), if its function shall be timed too.
+    """
     torch.set_num_threads(threads)
     settle_malloc()
     dtype = getattr(torch, case.dtype)
@@ -89,7 +122,13 @@ def measure(case: shapes.Case, seconds: float, threads: int, check: bool) -> dic
         else:
             row["checked"] = True
         del ours
-    times = _bench.time_rounds(steps_of(inputs), seconds)
+    steps = steps_of(inputs)
+    if moved:
+        torch.ops.load_library(moved)
+        move = torch.ops.gn_override_tools.moved
+        assert torch.equal(move(inputs.X, inputs.groups), inputs.X)
+        steps["moved"] = lambda: move(inputs.X, inputs.groups)
+    times = _bench.time_rounds(steps, seconds)
     row["calls"] = min(len(values) for values in times.values())
     for kind, figure in (("median", statistics.median), ("least", min)):
         figures: dict[str, Any] = {"copy": 0.0, "copy_new": 0.0, "fwd": {}, "fwd_bwd": {}}
@@ -115,12 +154,16 @@ def summary(rows: list[dict[str, Any]], kind: str = "median") -> dict[str, float
             statistics.geometric_mean(best), 2
         )
         result[f"{what} over stock's faster layout, worst"] = round(min(best), 2)
+    if all("moved" in row[kind] for row in rows):
+        moved = [row[kind]["fwd"]["stock_channels_last"] / row[kind]["moved"] for row in rows]
+        result["moved over stock channels-last, mean"] = round(statistics.geometric_mean(moved), 2)
     return result
 
 
 def table(rows: list[dict[str, Any]], kind: str = "median") -> str:
     """The rows as text: milliseconds, and how many times faster than stock's faster layout."""
     head = f"{'case':<16}{'shape':<20}{'dtype':<10}{'copy':>8}{'to new':>8}"
+    head += f"{'moved':>8}" if "moved" in rows[0][kind] else ""
     for what in ("fwd", "fwd_bwd"):
         head += f" | {what + ': NCHW':>13}{'NHWC':>9}{'ours':>9}{'faster':>8}"
         head += f"{'x copy':>8}" if what == "fwd" else ""
@@ -130,6 +173,7 @@ def table(rows: list[dict[str, Any]], kind: str = "median") -> str:
         shape = "x".join(map(str, row["shape"]))
         line = f"{row['name']:<16}{shape:<20}{row['dtype']:<10}"
         line += f"{figures['copy']:>8.3f}{figures['copy_new']:>8.3f}"
+        line += f"{figures['moved']:>8.3f}" if "moved" in figures else ""
         for what in ("fwd", "fwd_bwd"):
             times = figures[what]
             ours = times["gn_override"]
@@ -153,6 +197,9 @@ def main() -> int:
         "--seconds", type=float, default=3, help="of each row (default %(default)s)"
     )
     parser.add_argument("--threads", type=results.count, default=2, help="default %(default)s")
+    parser.add_argument(
+        "--moved", action="store_true", help="also time the forward's traffic without arithmetic"
+    )
     parser.add_argument("--no-check", action="store_true", help="skip the check against fp64")
     arguments = parser.parse_args()
     cases = shapes.CPU_CASES if arguments.cases == "cpu" else shapes.MODEL_CASES
@@ -169,8 +216,12 @@ def main() -> int:
         check=not arguments.no_check,
     )
     rows: list[dict[str, Any]] = []
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone:
-        for row in alone.imap(row_of, chosen):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as alone,
+    ):
+        moved = build_moved(folder) if arguments.moved else None
+        for row in alone.imap(functools.partial(row_of, moved=moved), chosen):
             rows.append(row)
             text = table(rows[-1:])
             print(text if len(rows) == 1 else text.partition("\n")[2], flush=True)
