@@ -85,7 +85,7 @@ class Call(ctypes.Structure):
     _fields_ = (
         *fields("backward dtype param_dtype wide_statistics wide_output", ctypes.c_int64),
         *fields("N C HxW G activation", ctypes.c_int64),
-        *fields("alignment scheme columns splits threads code", ctypes.c_int64),
+        *fields("alignment scheme columns share threads code", ctypes.c_int64),
         *fields("l2_bytes multiprocessors seed", ctypes.c_int64),
         *fields("eps", ctypes.c_double),
         *fields("dY X added gamma beta Y mean rstd dX dgamma dbeta", ctypes.c_void_p),
@@ -97,11 +97,11 @@ class Pin:
     """What is not left to the policy."""
 
     scheme: str = "aten"
-    splits: int = 0  # blocks of a cluster, or samples of a wave; 0 leaves it open
+    share: int = 0  # blocks of a cluster, or samples of a wave; 0 leaves it open
     threads: int = 0
 
     def __str__(self) -> str:
-        return f"{self.scheme}-{self.splits}-{self.threads}"
+        return f"{self.scheme}-{self.share}-{self.threads}"
 
 
 PINS = (
@@ -200,7 +200,7 @@ class Emulator:
                 activation=ACTIVATIONS.index(activation),
                 alignment=alignment * i.X.element_size(),
                 scheme=SCHEMES.index(pin.scheme),
-                splits=pin.splits,
+                share=pin.share,
                 threads=pin.threads,
                 code=CODES.index(code),
                 l2_bytes=l2_bytes,
@@ -485,7 +485,7 @@ def test_first_pixels_far_from_the_mean(emulator):
 
 
 @pytest.mark.parametrize("value, eps", [(69476.435, 1e-12), (5.16384852e8, 1e-5), (2e34, 1e-5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pin", SCHEMES_OPEN, ids=str)
 @pytest.mark.parametrize("case", [PLANE, WHOLE_VECTORS], ids=lambda case: case.name)
 def test_constant_groups(emulator, case, pin, dtype, value, eps):

@@ -252,6 +252,21 @@ def test_variances_that_overflow(instruction_set, dtype, size):
 
 
 @instruction_sets
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float", "double"])
+@pytest.mark.parametrize("shape", [(2, 30, 7, 7), (1, 96, 5, 331)], ids=["folded", "chunks"])
+@pytest.mark.parametrize("value", [1 / 3, -1.7e10, 37478043102426.08])
+def test_constant_groups(instruction_set, dtype, shape, value):
+    """They have no variance, whatever multiples of their mean are rounded to."""
+    inputs = make_inputs(Case("constant", shape, 3), "cpu", dtype)
+    inputs.X.fill_(value)
+    ours = native(inputs)
+    exact = torch.full_like(ours.rstd, inputs.eps**-0.5)
+    torch.testing.assert_close(ours.rstd, exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert torch.equal(ours.mean, torch.full_like(ours.mean, value))
+    assert torch.equal(ours.Y, inputs.beta[:, None, None].expand_as(ours.Y))
+
+
+@instruction_sets
 def test_subnormal_halves_where_floats_are_flushed(instruction_set):
     """They are no subnormal floats: torch.set_flush_denormal() changes nothing."""
     inputs = make_inputs(Case("small", (2, 16, 8, 8), 4), "cpu", torch.float16)

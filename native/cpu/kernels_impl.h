@@ -768,16 +768,22 @@ void finish_statistics(
   const int64_t end = sample.group_end * D;
   const double count = static_cast<double>(D) * sample.HxW;
 
+  // Relative to one channel's mean: those of a constant group do not round.
+  for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
+    const double origin = partial<A>(sample, 0, 0)[g * D];
+    fill(means + g * D, D, origin - origin == 0 ? origin : 0.0);
+  }
   for_columns<kDoubleLanes>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
+    const DoubleVector origin = load<kTail>(means + v, n);
     DoubleVector total{};
     for (int64_t k = 0; k < sample.chunks; ++k) {
-      total += load_double(partial<A>(sample, k, 0) + v) *
+      total += (load_double(partial<A>(sample, k, 0) + v) - origin) *
           static_cast<double>(rows_of(sample, k));
     }
     store<kTail>(sums + v, n, total);
   });
   for (int64_t g = sample.group_begin; g < sample.group_end; ++g) {
-    fill(means + g * D, D, sum(sums + g * D, D) / count);
+    fill(means + g * D, D, means[g * D] + sum(sums + g * D, D) / count);
   }
   for_columns<kDoubleLanes>(begin, end, [&]<bool kTail>(int64_t v, int64_t n) {
     const DoubleVector m = load<kTail>(means + v, n);
