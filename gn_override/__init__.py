@@ -120,12 +120,20 @@ def _set(on: bool) -> bool:
 
 
 def enable() -> None:
-    """Send group normalisation that the kernels serve to them, from the next call on."""
+    """Send group normalisation that the kernels serve to them, from the next call on.
+
+    Raises:
+        RuntimeError: inside torch.jit.trace or torch.export, which record no such change.
+    """
     _set(True)
 
 
 def disable() -> None:
-    """Send every call to PyTorch's own kernels: results are then stock's, bit for bit."""
+    """Send every call to PyTorch's own kernels: results are then stock's, bit for bit.
+
+    Raises:
+        RuntimeError: inside torch.jit.trace or torch.export, which record no such change.
+    """
     _set(False)
 
 
@@ -150,6 +158,9 @@ def enabled() -> Iterator[None]:
     The switch is the process's: other threads see it too while the block runs. Each block restores
     what it found, so of two that overlap in different threads, one that began later and ends later
     leaves what the other had set.
+
+    Raises:
+        RuntimeError: inside torch.jit.trace or torch.export, which record no such change.
     """
     with _switched(True):
         yield
@@ -162,6 +173,9 @@ def disabled() -> Iterator[None]:
     The switch is the process's: other threads see it too while the block runs. Each block restores
     what it found, so of two that overlap in different threads, one that began later and ends later
     leaves what the other had set.
+
+    Raises:
+        RuntimeError: inside torch.jit.trace or torch.export, which record no such change.
     """
     with _switched(False):
         yield

@@ -29,6 +29,7 @@ def set_autocast(dtype: str) -> None:
 
     Raises:
         ValueError: another dtype than these two.
+        RuntimeError: inside torch.jit.trace or torch.export, which record no such change.
     """
     if dtype not in MODES:
         raise ValueError(f"set_autocast() takes {' or '.join(map(repr, MODES))}, not {dtype!r}")

@@ -302,7 +302,7 @@ def _obstacle(steps: Sequence[object]) -> str | None:
     """Why a norm, the activation after it, and what is between them must be called one by one."""
     norm = steps[0]
     if isinstance(norm, nn.Module):
-        if not _is_plain(norm):
+        if not _computes_group_norm(norm):
             return f"{type(norm).__name__} is a GroupNorm with a forward of its own"
         if hasattr(type(norm), "weight") or hasattr(type(norm), "bias"):
             return "parametrizations compute its weight or bias, each time that one looks"
@@ -335,7 +335,7 @@ def _is_replaced(module: nn.Module) -> bool:
     return not own or getattr(forward, "__func__", None) is not type(module).forward
 
 
-def _is_plain(norm: nn.Module) -> bool:
+def _computes_group_norm(norm: nn.Module) -> bool:
     """Whether a module is nn.GroupNorm, or computes the same."""
     kind = type(norm)
     if _activations.is_pytorchs(kind, normalization.GroupNorm):

@@ -163,6 +163,7 @@ def set_inductor(enabled: bool) -> None:
 
     Raises:
         TypeError: not a bool.
+        RuntimeError: inside torch.jit.trace or torch.export, which record no such change.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"set_inductor() takes True or False, not {enabled!r}")

@@ -198,10 +198,11 @@ def _taken(
 ) -> bool:
     """Whether our kernels take the norm."""
     X, gamma, beta = (_value(argument) for argument in (input, weight, bias))
-    known = _is_plain(X) and isinstance(num_groups, int) and isinstance(eps, float)
-    known = known and _is_plain(_value(norm))  # of plain operands too a transform makes its own
+    known = _is_known_tensor(X) and isinstance(num_groups, int) and isinstance(eps, float)
+    # Of plain operands too a transform makes tensors of its own.
+    known = known and _is_known_tensor(_value(norm))
     for argument, value in ((weight, gamma), (bias, beta)):
-        known = known and (argument is None or _is_plain(value))
+        known = known and (argument is None or _is_known_tensor(value))
     if not known:
         return False
     if out_dtype == torch.float32:  # autocast casts them
@@ -242,10 +243,10 @@ def _reads(node: Node, storage: int) -> bool:
 
 def _storages(value: Any) -> set[int]:
     """Whose memory the plain tensors of a value are."""
-    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if _is_plain(leaf)}
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(value) if _is_known_tensor(leaf)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_known_tensor(value: Any) -> bool:
     """Whether a value is a tensor that knows our operators: of no other class and no transform."""
     return type(value) in _calls.KNOWN and not is_functorch_wrapped_tensor(value)
 

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from results import RESULTS, ROOT
+
 from gn_override._bench import speed_up
 
-ROOT = Path(__file__).resolve().parent.parent
 FILES = tuple(ROOT / name for name in ("README.md", "docs/benchmarks.md", "docs/reliability.md"))
-RESULTS = ROOT / "benchmarks" / "results"
+TITLES = {"fwd": "forward", "fwd_bwd": "forward and backward"}
 
 _BLOCK = re.compile(
     r"(<!-- results: ([\w.-]+)(?: only ([\w:,]+))? -->\n)(.*?)(<!-- end results -->)", re.DOTALL
@@ -128,7 +129,7 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
     slower = [
         f"{row['name']} {_shape(row)} {row['dtype']} {title}"
         for row in rows
-        for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward"))
+        for what, title in TITLES.items()
         if speed_up(row.get("median", row), what) < 1
     ]
     names = ", ".join(slower) or "none"
@@ -138,7 +139,7 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
 def _checkout(rows: Sequence[dict[str, Any]]) -> str:
     """How the kernels of a checkout of PyTorch, if they were run, compare where ours serve."""
     said = []
-    for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward")):
+    for what, title in TITLES.items():
         ratios = [
             row[what]["pytorch"] / row[what]["gn_override"]
             for row in rows
@@ -207,6 +208,8 @@ def fused(content: dict[str, Any]) -> str:
 def cpu(content: dict[str, Any]) -> str:
     """Rows of tools/bench_cpu.py: medians."""
     copies = {"copy": "copy, ms", "copy_new": "copy to a new tensor, ms"}
+    if all("moved" in row["median"] for row in content["rows"]):
+        copies["moved"] = "moved, ms"
     rows = []
     for row in content["rows"]:
         median = row["median"]
@@ -263,7 +266,7 @@ def sweep(content: dict[str, Any]) -> str:
         header += [f"{title} stock / ours, median", f"{title} slower by over 5%"]
     slower = [
         f"{_shape(row)}, G={row['groups']}, {row['dtype']}, {title} {speed_up(row, what):.2f}x"
-        for what, title in (("fwd", "forward"), ("fwd_bwd", "forward and backward"))
+        for what, title in TITLES.items()
         for row in rows
         if speed_up(row, what) < 1 / SLOWER
     ]

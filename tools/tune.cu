@@ -302,8 +302,8 @@ float error_of(
 // to.
 std::vector<Plan> plans_of(const Problem& problem, Device device) {
   std::vector<Plan> plans{estimated_plan(problem, device)};
-  const auto add = [&](Scheme scheme, int columns, int splits, int threads) {
-    device.pins = {scheme, columns, splits, threads};
+  const auto add = [&](Scheme scheme, int columns, int share, int threads) {
+    device.pins = {scheme, columns, share, threads};
     const Plan plan = make_plan(problem, device);
     if (plan.scheme == scheme &&
         std::ranges::find(plans, plan) == plans.end()) {

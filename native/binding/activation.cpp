@@ -13,6 +13,7 @@
 #include <string>
 
 #include "native/binding/autograd.h"
+#include "native/plan/names.h"
 
 namespace gn_override::binding {
 
@@ -21,18 +22,6 @@ namespace {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-struct NamedActivation {
-  std::string_view name;
-  Activation activation;
-};
-constexpr std::array kActivations{
-    NamedActivation{"identity", Activation::kIdentity},
-    NamedActivation{"relu", Activation::kRelu},
-    NamedActivation{"silu", Activation::kSilu},
-    NamedActivation{"gelu", Activation::kGelu},
-    NamedActivation{"gelu_tanh", Activation::kGeluTanh},
-};
 
 // -- the composite -----------------------------------------------------------
 
@@ -127,19 +116,12 @@ Tensor weight_of(const OptionalTensor& gamma, const Tensor& X) {
 } // namespace
 
 Activation parse_activation(std::string_view name) {
-  for (const NamedActivation& candidate : kActivations) {
-    if (candidate.name == name) {
-      return candidate.activation;
-    }
-  }
-  std::string valid;
-  for (const NamedActivation& candidate : kActivations) {
-    valid += (valid.empty() ? "" : ", ") + std::string(candidate.name);
-  }
+  const std::optional<Activation> activation = value_of<Activation>(name);
   TORCH_CHECK_VALUE(
-      false,
-      "gn_override: activation must be one of " + valid + ", got \"" +
-          std::string(name) + "\"");
+      activation,
+      "gn_override: activation must be one of " + names_of<Activation>() +
+          ", got \"" + std::string(name) + "\"");
+  return *activation;
 }
 
 namespace {
@@ -383,11 +365,6 @@ struct ActivatedNorm : torch::autograd::Function<ActivatedNorm> {
   }
 };
 
-template <typename... Operands>
-bool wants_gradient(const Operands&... operands) {
-  return at::GradMode::is_enabled() && (requires_grad(operands) || ...);
-}
-
 Result autograd_forward(
     const Tensor& X,
     int64_t group,
@@ -396,9 +373,7 @@ Result autograd_forward(
     double eps,
     std::string_view activation,
     std::optional<at::ScalarType> out_dtype) {
-  // Forward-mode AD and functorch take no C++ autograd function.
-  if (is_dual(X) || is_dual(gamma) || is_dual(beta) ||
-      inside_functorch_transform()) {
+  if (inside_transform(X, gamma, beta)) {
     return composite_forward(X, group, gamma, beta, eps, activation, out_dtype);
   }
   if (wants_gradient(X, gamma, beta)) {
@@ -445,8 +420,8 @@ Tensor autograd_inference(
     const OptionalTensor& beta,
     double eps,
     std::string_view activation) {
-  if (wants_gradient(X, added, gamma, beta) || is_dual(X) || is_dual(added) ||
-      is_dual(gamma) || is_dual(beta) || inside_functorch_transform()) {
+  if (wants_gradient(X, added, gamma, beta) ||
+      inside_transform(X, added, gamma, beta)) {
     return composite_inference(X, added, group, gamma, beta, eps, activation);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -467,7 +442,7 @@ OptionalTensor group_norm_act_or_none(
     std::string_view activation) {
   // PyTorch's own operators take tangents, and refuse other layouts, in their
   // own way.
-  const auto is_plain = [](const OptionalTensor& operand) {
+  const auto may_be_ours = [](const OptionalTensor& operand) {
     return !defined(operand) ||
         (operand->layout() == at::kStrided && !is_dual(operand));
   };
@@ -477,9 +452,9 @@ OptionalTensor group_norm_act_or_none(
         ? !X.is_contiguous()
         : prefers_channels_last(X);
   };
-  if (!is_on() || !(X.is_cpu() || X.is_cuda()) || !is_plain(X) ||
-      !is_plain(added) || !is_plain(gamma) || !is_plain(beta) || X.dim() < 2 ||
-      group <= 0 || !is_ours()) {
+  if (!is_on() || !(X.is_cpu() || X.is_cuda()) || !may_be_ours(X) ||
+      !may_be_ours(added) || !may_be_ours(gamma) || !may_be_ours(beta) ||
+      X.dim() < 2 || group <= 0 || !is_ours()) {
     return std::nullopt;
   }
   const bool keeps_nothing = !wants_gradient(X, added, gamma, beta) &&

@@ -50,7 +50,7 @@ struct WithoutAutocast {
 
 // Whether a tensor has data, or is a fake one, which has them on the meta
 // device. Other classes of tensors know PyTorch's operators, not ours.
-bool is_plain(const std::optional<Tensor>& tensor) {
+bool is_plain_or_fake(const std::optional<Tensor>& tensor) {
   return !defined(tensor) ||
       (!tensor->is_nested() &&
        (!tensor->key_set().has(c10::DispatchKey::Python) ||
@@ -71,11 +71,12 @@ bool runs_now(
   const bool is_fake =
       Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
   return Modes::stack_len() == (is_fake ? 1 : 0) &&
-      !inside_functorch_transform() &&
+      !inside_transform(X, gamma, beta) &&
       !tls_is_dispatch_key_included(DispatchKey::PreDispatch) &&
-      !tls_is_dispatch_key_included(DispatchKey::Tracer) && is_plain(X) &&
-      is_plain(gamma) && is_plain(beta) && !is_dual(X) && !is_dual(gamma) &&
-      !is_dual(beta) && !X.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+      !tls_is_dispatch_key_included(DispatchKey::Tracer) &&
+      is_plain_or_fake(X) && is_plain_or_fake(gamma) &&
+      is_plain_or_fake(beta) &&
+      !X.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
 #endif // GN_OVERRIDE_WITH_CUDA

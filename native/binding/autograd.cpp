@@ -196,10 +196,8 @@ Tensor group_norm_composite(
       traces_for_elsewhere(input)) {
     return stock(input);
   }
-  // Forward-mode AD and functorch do not take a C++ autograd function. Stock's
-  // tangent formula in turn does not take a channels-last tensor.
-  if (is_dual(input) || is_dual(weight) || is_dual(bias) ||
-      inside_functorch_transform()) {
+  // Stock's tangent formula takes no channels-last tensor.
+  if (inside_transform(input, weight, bias)) {
     return stock(inside_dual_level() ? input.contiguous() : input);
   }
   const SymbolicSizes sizes(input);
@@ -229,8 +227,8 @@ Tensor group_norm_composite(
   // none, nor what it has for a parameter that is missing.
   const bool may_be_recorded = !input.is_inference() || !is_inference(weight) ||
       !is_inference(bias) || !input.is_contiguous(stock_format(input));
-  const bool recorded = at::GradMode::is_enabled() && may_be_recorded &&
-      (requires_grad(input) || requires_grad(weight) || requires_grad(bias)) &&
+  const bool recorded = wants_gradient(input, weight, bias) &&
+      may_be_recorded &&
       !c10::impl::tls_is_dispatch_key_excluded(
                             c10::DispatchKey::AutogradFunctionality);
   return recorded

@@ -45,6 +45,19 @@ inline bool inside_functorch_transform() {
       tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
+// Whether a call on these operands is differentiated by forward-mode AD or
+// functorch, which take no C++ autograd function.
+template <typename... Operands>
+bool inside_transform(const Operands&... operands) {
+  return (is_dual(operands) || ...) || inside_functorch_transform();
+}
+
+// Whether autograd records a call on these operands.
+template <typename... Operands>
+bool wants_gradient(const Operands&... operands) {
+  return at::GradMode::is_enabled() && (requires_grad(operands) || ...);
+}
+
 // dY in the layout of X, which is ordered channels-last. By a permutation where
 // no memory format says so: sequences have none, and vmap tells none.
 inline at::Tensor match_layout(const at::Tensor& dY, const at::Tensor& X) {

@@ -4,6 +4,7 @@
 #include <c10/core/MemoryFormat.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 namespace gn_override::binding {
@@ -28,8 +29,7 @@ std::optional<DType> to_dtype(at::ScalarType type) {
 // In bytes, at most 16, which is that of a fake tensor.
 int alignment_of(const at::Tensor& tensor) {
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  const uintptr_t lowest_bit = (address | 16) & (~(address | 16) + 1);
-  return static_cast<int>(lowest_bit);
+  return 1 << std::countr_zero(address | 16);
 }
 
 // A GPU loads whole elements: at other addresses stock raises its error. Of a

@@ -6,17 +6,17 @@
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
-#include <array>
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "native/binding/activation.h"
 #include "native/binding/classify.h"
 #include "native/binding/devices.h"
 #include "native/binding/state.h"
 #include "native/cpu/cpu.h"
+#include "native/plan/names.h"
 #include "native/plan/plan.h"
 #include "native/plan/shared_memory.h"
 
@@ -36,28 +36,13 @@ constexpr Device kH200{
     .pins = {},
 };
 
-struct NamedDType {
-  std::string_view name;
-  DType dtype;
-};
-constexpr std::array kDTypes{
-    NamedDType{"float32", DType::kFloat},
-    NamedDType{"float64", DType::kDouble},
-    NamedDType{"float16", DType::kHalf},
-    NamedDType{"bfloat16", DType::kBFloat16},
-};
-
 DType parse_dtype(std::string_view name) {
-  for (const NamedDType& candidate : kDTypes) {
-    if (candidate.name == name) {
-      return candidate.dtype;
-    }
-  }
+  const std::optional<DType> dtype = value_of<DType>(name);
   TORCH_CHECK_VALUE(
-      false,
-      "gn_override: dtype must be one of float32, float64, float16, bfloat16, "
-      "got " +
+      dtype,
+      "gn_override: dtype must be one of " + names_of<DType>() + ", got " +
           std::string(name));
+  return *dtype;
 }
 
 // Prepends members to a JSON object; `members` ends with ", ".
@@ -210,40 +195,31 @@ std::string explain_shape(
 void pin_plans_op(
     const std::string& scheme,
     int64_t columns,
-    int64_t splits,
+    int64_t share,
     int64_t threads) {
-  constexpr std::array kSchemes{
-      std::pair{std::string_view("registers"), Scheme::kRegisters},
-      std::pair{std::string_view("resident"), Scheme::kResident},
-      std::pair{std::string_view("cooperative"), Scheme::kCooperative},
-      std::pair{std::string_view("two_pass"), Scheme::kTwoPass},
-      std::pair{std::string_view(""), Scheme::kAten}};
-  const int most =
-      scheme == "registers" ? kMaxRegisterThreads : kMaxResidentThreads;
+  const std::optional<Scheme> pinned =
+      scheme.empty() ? Scheme::kAten : value_of<Scheme>(scheme);
   TORCH_CHECK_VALUE(
-      columns >= 0 && splits >= 0 && threads >= 0 && threads <= most &&
+      pinned && scheme != name_of(Scheme::kAten) &&
+          pinned != Scheme::kChannelsLastCPU,
+      "gn_override: scheme must be registers, resident, cooperative, two_pass "
+      "or \"\" for any, got \"" +
+          scheme + "\"");
+  const int most =
+      pinned == Scheme::kRegisters ? kMaxRegisterThreads : kMaxResidentThreads;
+  TORCH_CHECK_VALUE(
+      columns >= 0 && share >= 0 && threads >= 0 && threads <= most &&
           threads % kWarpSize == 0,
-      "gn_override: needs columns >= 0, splits >= 0 and whole warps of at "
+      "gn_override: needs columns >= 0, share >= 0 and whole warps of at "
       "most " +
           std::to_string(most) + " threads, got " + std::to_string(columns) +
-          ", " + std::to_string(splits) + " and " + std::to_string(threads));
-  for (const auto& [name, value] : kSchemes) {
-    if (name == scheme) {
-      pin_plans({
-          .scheme = value,
-          .columns = static_cast<int>(columns),
-          .splits = static_cast<int>(splits),
-          .threads = static_cast<int>(threads),
-      });
-      return;
-    }
-  }
-  std::string names;
-  for (const auto& [name, value] : kSchemes) {
-    names += std::string(name) + (name.empty() ? "\"\" for any" : ", ");
-  }
-  TORCH_CHECK_VALUE(
-      false, "gn_override: unknown scheme \"" + scheme + "\"; " + names);
+          ", " + std::to_string(share) + " and " + std::to_string(threads));
+  pin_plans({
+      .scheme = *pinned,
+      .columns = static_cast<int>(columns),
+      .share = static_cast<int>(share),
+      .threads = static_cast<int>(threads),
+  });
 }
 #endif
 
@@ -290,7 +266,7 @@ TORCH_LIBRARY(gn_override, m) {
       "set_cpu_instruction_set(str name) -> bool", set_cpu_instruction_set_op);
 #if GN_OVERRIDE_WITH_CUDA
   m.def(
-      "pin_plans(str scheme, int columns, int splits, int threads) -> ()",
+      "pin_plans(str scheme, int columns, int share, int threads) -> ()",
       pin_plans_op);
 #endif
 }

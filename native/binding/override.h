@@ -24,6 +24,7 @@
 #include "native/binding/classify.h"
 #include "native/binding/state.h"
 #include "native/plan/arguments.h"
+#include "native/plan/names.h"
 #include "native/plan/plan.h"
 
 namespace gn_override::binding {
@@ -70,7 +71,7 @@ at::Tensor empty_bytes(int64_t bytes, const at::Tensor& X) {
 // Bytes of memory that `bytes` take where something else follows.
 constexpr int64_t aligned(int64_t bytes) {
   constexpr int64_t kAlignment = 256;
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return ceil_div(bytes, kAlignment) * kAlignment;
 }
 
 // Runs a call that was classified as ours on our kernels; none where it is
@@ -141,7 +142,7 @@ std::optional<Result> run_forward(
     arguments.workspace = bytes + 2 * statistic;
   }
   Backend::run(problem, plan, arguments);
-  count_taken(op, Backend::kCuda, plan.rule);
+  count_taken(op, Backend::kCuda, name_of(plan.scheme));
   return Result{std::move(Y), std::move(mean), std::move(rstd)};
 }
 
@@ -202,7 +203,7 @@ std::optional<Result> run_backward(
   arguments.dbeta = mutable_data_or_null(dbeta);
   arguments.workspace = mutable_data_or_null(workspace);
   Backend::run(problem, plan, arguments);
-  count_taken(op, Backend::kCuda, plan.rule);
+  count_taken(op, Backend::kCuda, name_of(plan.scheme));
   return Result{std::move(dX), std::move(dgamma), std::move(dbeta)};
 }
 

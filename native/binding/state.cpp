@@ -11,8 +11,9 @@ std::atomic<bool> on{false};
 std::atomic<bool> preserves_dtype{false};
 
 // Slots are claimed by the outcome's address, once, and never given back, so
-// counting takes neither a lock nor an allocation. Outcomes are string
-// literals; equal texts at several addresses are added up when read.
+// counting takes neither a lock nor an allocation. Outcomes are texts that
+// last, fewer than there are slots; equal ones at several addresses are added
+// up when read.
 struct Slot {
   std::atomic<const char*> outcome{nullptr};
   std::atomic<int64_t> calls{0};

@@ -219,7 +219,7 @@ class Batch {
   }
   void* map(int64_t n, int64_t which) const {
     return workspace_ + offsets_.maps +
-        (n * layout_.maps + which) * layout_.folded_stride *
+        (n * layout_.arrays_of_map + which) * layout_.folded_stride *
         layout_.accumulator;
   }
   double* sums(int64_t n, int64_t which) const {

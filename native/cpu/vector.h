@@ -21,14 +21,12 @@ namespace gn_override {
 namespace {
 
 #if defined(__AVX512F__)
-#define GN_OVERRIDE_VECTOR_BYTES 64
+constexpr int64_t kVectorBytes = 64;
 #elif defined(__AVX2__)
-#define GN_OVERRIDE_VECTOR_BYTES 32
+constexpr int64_t kVectorBytes = 32;
 #else
-#define GN_OVERRIDE_VECTOR_BYTES 16
+constexpr int64_t kVectorBytes = 16;
 #endif
-
-constexpr int64_t kVectorBytes = GN_OVERRIDE_VECTOR_BYTES;
 
 typedef float FloatVector __attribute__((vector_size(kVectorBytes)));
 typedef double DoubleVector __attribute__((vector_size(kVectorBytes)));

@@ -196,7 +196,8 @@ __device__ __forceinline__ Accumulator<T> unit_of(Activation activation) {
   return sizeof(T) == 2 && activation == Activation::kSilu ? -kLog2OfE : 1;
 }
 
-// Of blocks of the whole chip so many do, unless their mean Z is below -22.
+// Neighbours that do so in kernels of the whole chip, see Normalization::write:
+// the product that they share is too large where their mean Z is below -21.
 constexpr int kNeighbours = 4;
 
 // Replaces each z, which is Z in its unit, by activation(Z). A NaN stays one.

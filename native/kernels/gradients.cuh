@@ -74,7 +74,7 @@ struct InputGradient {
 
   // gamma is that of the thread's channels, which start at `channel`;
   // moments_of(group) is (mean, rstd) and coefficients_of(group)
-  // (c, c_xhat) = s * (sum gamma dZ, sum gamma dZ xhat).
+  // (c_xhat, c) = s * (sum gamma dZ xhat, sum gamma dZ).
   template <typename MomentsOf, typename CoefficientsOf>
   __device__ InputGradient(
       const Shape& shape,
@@ -113,8 +113,8 @@ struct InputGradient {
     const Acc rstd = moment.second;
     mean[j] = moment.first;
     of_dZ[j] = gamma * rstd;
-    of_X[j] = -rstd * rstd * coefficient.second;
-    constant[j] = -rstd * coefficient.first;
+    of_X[j] = -rstd * rstd * coefficient.first;
+    constant[j] = -rstd * coefficient.second;
     if constexpr (kFoldsMean<T>) {
       constant[j] -= of_X[j] * mean[j];
     }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void read_moments(
 constexpr int kHeldRows = 4;
 
 // Adds up the sums of a block's threads over its rows and calls
-// emit(channel of the tile, (sum dY xhat, sum dY)) once for each channel.
+// emit(channel of the tile, (sum dZ xhat, sum dZ)) once for each channel.
 // `of_columns` divides by their number; place = row * columns + column of the
 // thread, at or beyond rows * columns if it has no sums. `shared` has room for
 // fold_size() accumulators; `lanes` as in Tiling::lanes_per_channel. All

@@ -151,8 +151,8 @@ __device__ __forceinline__ void sum_lanes(
   }
 }
 
-// Makes all members of `sums`, which are accumulators, their sums: sum(x) does
-// so for an array x.
+// Sums each member of `sums`, which are accumulators, over threads, as sum(x)
+// does for an array x.
 template <typename Acc, typename Sums, typename Sum>
 __device__ __forceinline__ void sum_members(Sums& sums, Sum sum) {
   Acc members[sizeof(Sums) / sizeof(Acc)];

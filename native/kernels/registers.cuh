@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
   if constexpr (!kFused) { // dY and X have come
     read_parameters();
   }
-  Acc sum[2] = {0, 0}; // of gamma dY xhat, gamma dY
+  Acc sum[2] = {0, 0}; // of gamma dZ xhat, gamma dZ
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
     sum[0] += weight[j] * of_thread[j].first;
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 
   if (dX != nullptr) {
     const InputGradient<T, T, kVector> gradient(
-        weight, moment, {sum[1] * per_group, sum[0] * per_group});
+        weight, moment, {sum[0] * per_group, sum[1] * per_group});
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
       if (i * tiling.rows < at.pixels) {

@@ -26,11 +26,6 @@
 
 namespace gn_override {
 
-// Blocks of kMaxResidentThreads that shall fit a multiprocessor, as far as
-// registers go.
-template <typename T, bool kWholeChip>
-constexpr int kResidentBlocks = kWholeChip || sizeof(T) == 8 ? 1 : 2;
-
 // How the whole chip walks the samples; a cluster has one wave.
 struct Waves {
   int count;
@@ -38,10 +33,11 @@ struct Waves {
   FastDivisor cluster; // its blocks
   int places; // of a thread's ring
   int cached; // pixels of a thread, see Retention
-  // What the L2 cache is asked for before its time: pixels of a thread in its
-  // next wave; where there is one wave, of the block so many blocks later. 0:
-  // nothing.
-  int ahead;
+  // What the L2 cache is asked for before its time, 0: nothing. The whole chip:
+  // so many pixels of each thread in its next wave; a cluster: what the block
+  // so many blocks later reads.
+  int pixels_ahead;
+  int blocks_ahead;
 };
 
 // A parameter's place in shared memory: neighbouring columns read neighbouring
@@ -162,15 +158,15 @@ __device__ __forceinline__ void prefetch_pixels(
   }
 }
 
-// Asks for all that the block `waves.ahead` blocks later reads.
+// Asks for all that the block `waves.blocks_ahead` blocks later reads.
 template <bool kAllSamples = false, typename... Operands>
 __device__ __forceinline__ void prefetch_of_later_block(
     const Shape& shape,
     const Tiling& tiling,
     const Waves& waves,
     const Operands*... operands) {
-  const unsigned block = blockIdx.x + waves.ahead;
-  if (waves.ahead > 0 && threadIdx.x == 0 && block < gridDim.x) {
+  const unsigned block = blockIdx.x + waves.blocks_ahead;
+  if (waves.blocks_ahead > 0 && threadIdx.x == 0 && block < gridDim.x) {
     const auto at = position_in_cluster_order<kAllSamples>(
         shape, tiling, waves, 1, static_cast<int>(block));
     prefetch_pixels(shape, tiling, at, 0, at.pixels, operands...);
@@ -188,10 +184,15 @@ __device__ __forceinline__ void prefetch_of_next_wave(
     int copied,
     const Operands*... operands) {
   at.n += waves.samples.divisor();
-  if (waves.ahead > 0 && threadIdx.x == 0 && at.n < shape.N) {
+  if (waves.pixels_ahead > 0 && threadIdx.x == 0 && at.n < shape.N) {
     const int rows = tiling.rows.divisor();
     prefetch_pixels(
-        shape, tiling, at, copied * rows, waves.ahead * rows, operands...);
+        shape,
+        tiling,
+        at,
+        copied * rows,
+        waves.pixels_ahead * rows,
+        operands...);
   }
 }
 
@@ -207,7 +208,7 @@ constexpr int kSmaller = a < b ? a : b;
 template <typename T, typename TY, int kVector, bool kWholeChip, bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
-    (kResidentBlocks<T, kWholeChip>))
+    resident_blocks(sizeof(T), kWholeChip))
     resident_forward_kernel(
         Shape shape,
         Tiling tiling,
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(
       (kFused ? tiling.pixels_per_split << tiling.merge_shift <
                kFewElements * tiling.rows.divisor()
               : mean_out.is_float);
-  for (int wave = 0;;) {
+  for (int wave = 1;; ++wave) {
     const bool exists = !kWholeChip || at.n < shape.N;
     ChannelMoments<T, TY, kVector> moments;
     if constexpr (kFused) {
@@ -363,7 +364,6 @@ __global__ void __launch_bounds__(
       }
     });
     __syncthreads();
-    ++wave;
     const int64_t next_offset = offset +
         waves.samples.divisor() * shape.HxW * static_cast<int64_t>(shape.C);
     const bool next_exists =
@@ -494,7 +494,7 @@ template <
     bool kFused>
 __global__ void __launch_bounds__(
     kMaxResidentThreads,
-    (kResidentBlocks<T, kWholeChip>))
+    resident_blocks(sizeof(T), kWholeChip))
     resident_backward_kernel(
         Shape shape,
         Tiling tiling,
@@ -599,7 +599,7 @@ __global__ void __launch_bounds__(
     prefetch_of_later_block<kAllSamples>(shape, tiling, waves, dY, X);
   }
 
-  for (int wave = 0;;) {
+  for (int wave = 1;; ++wave) {
     const bool exists = !kWholeChip || at.n < shape.N;
     means.store([&](int g, Acc value) { moments[g].first = value; });
     rstds.store([&](int g, Acc value) { moments[g].second = value; });
@@ -712,7 +712,7 @@ __global__ void __launch_bounds__(
     exchange.wait();
 
     runs.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
-      Acc sum[2] = {0, 0}; // of gamma dY xhat, gamma dY
+      Acc sum[2] = {0, 0}; // of gamma dZ xhat, gamma dZ
 #pragma unroll(kHeldParts<kWholeChip>)
       for (int i = lane; i < item.parts; i += runs.lanes) {
         const Pair<Acc> part = exchange.slots[g * item.parts + i];
@@ -721,11 +721,10 @@ __global__ void __launch_bounds__(
       }
       sum_lanes(sum, runs.lanes);
       if (lane == 0 && valid) {
-        total[g] = {sum[1] * per_group, sum[0] * per_group};
+        total[g] = {sum[0] * per_group, sum[1] * per_group};
       }
     });
     __syncthreads();
-    ++wave;
     const int64_t next_offset = offset +
         waves.samples.divisor() * shape.HxW * static_cast<int64_t>(shape.C);
     const bool next_exists =
@@ -795,8 +794,8 @@ __global__ void __launch_bounds__(
   if constexpr (kAllSamples) {
     sum_share(share, item.first_channel, exchange.slots, dgamma, dbeta);
   }
-  // All blocks' sums were there when they met for the last time. Theirs take
-  // the slab's place, in which each thread has a ring at least.
+  // All blocks' sums are in global memory since they met for the last time.
+  // Those of threads take the slab's place, in which each has a ring at least.
   static_assert(
       kRingAhead<true> * kPixels * kVector * (sizeof(T) + sizeof(TY)) >=
       2 * sizeof(CompensatedSum<Acc>));

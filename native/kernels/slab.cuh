@@ -1,4 +1,4 @@
-// What a block of the resident scheme keeps in shared memory, and how it gets
+// What a block of the resident schemes keeps in shared memory, and how it gets
 // there.
 #pragma once
 
@@ -18,7 +18,7 @@ struct ParameterCopy {
   Acc otherwise;
   int count;
   int64_t first = 0;
-  typename ParameterIn<T>::Word own = 0;
+  typename ParameterIn<T>::Raw own = 0;
 
   __device__ ParameterCopy(ParameterIn<T> parameter, Acc otherwise, int count)
       : parameter(parameter), otherwise(otherwise), count(count) {}

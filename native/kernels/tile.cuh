@@ -12,7 +12,6 @@
 #include <type_traits>
 
 #include "native/kernels/fast_divisor.cuh"
-#include "native/kernels/reduce.cuh"
 #include "native/plan/shared_memory.h"
 
 namespace gn_override {
@@ -164,31 +163,5 @@ for_each_channel(const Shape& shape, int channel, OfGroup of_group, F f) {
     f(j, same || j == 0 ? first : of_group(shape.D.quotient(channel + j)));
   }
 }
-
-// Walks the items of a [height, width] array in steps of `step` without a
-// division per item.
-struct Walk {
-  int x;
-  int y;
-  int step_x;
-  int step_y;
-  int width;
-
-  __device__ Walk(int first, int step, int width)
-      : x(first % width),
-        y(first / width),
-        step_x(step % width),
-        step_y(step / width),
-        width(width) {}
-
-  __device__ void next() {
-    x += step_x;
-    y += step_y;
-    if (x >= width) {
-      x -= width;
-      ++y;
-    }
-  }
-};
 
 } // namespace gn_override

@@ -282,7 +282,33 @@ __global__ void __launch_bounds__(
 // Items that a thread of a team loads before it uses the first.
 constexpr int kItemsAtOnce = 4;
 
-// coefficients[n][g] = s * (sum gamma dY, sum gamma dY xhat). One team for each
+// Walks the items of a [height, width] array in steps of `step` without a
+// division per item.
+struct Walk {
+  int x;
+  int y;
+  int step_x;
+  int step_y;
+  int width;
+
+  __device__ Walk(int first, int step, int width)
+      : x(first % width),
+        y(first / width),
+        step_x(step % width),
+        step_y(step / width),
+        width(width) {}
+
+  __device__ void next() {
+    x += step_x;
+    y += step_y;
+    if (x >= width) {
+      x -= width;
+      ++y;
+    }
+  }
+};
+
+// coefficients[n][g] = s * (sum gamma dZ xhat, sum gamma dZ). One team for each
 // (n, g).
 template <typename T, bool kBlock>
 __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
@@ -302,7 +328,7 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
   const Pair<Acc>* const own = sums + n * splits * shape.C + first;
 
   wait_for_previous_kernel();
-  Acc sum[2] = {0, 0}; // of gamma dY, gamma dY xhat
+  Acc sum[2] = {0, 0}; // of gamma dZ xhat, gamma dZ
   const int64_t items = static_cast<int64_t>(splits) * shape.D.divisor();
   Walk walk(team.rank(), team.size(), shape.D.divisor());
   for (int64_t i = team.rank(); i < items; i += kItemsAtOnce * team.size()) {
@@ -324,8 +350,8 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
     }
 #pragma unroll
     for (int k = 0; k < kItemsAtOnce; ++k) {
-      sum[0] += weight[k] * of_channel[k].second;
-      sum[1] += weight[k] * of_channel[k].first;
+      sum[0] += weight[k] * of_channel[k].first;
+      sum[1] += weight[k] * of_channel[k].second;
     }
   }
   team.sum(sum);

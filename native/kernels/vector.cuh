@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "native/kernels/hardware.cuh"
+#include "native/plan/problem.h"
 
 namespace gn_override {
 
@@ -85,12 +86,15 @@ struct ParameterIn {
   const void* data; // null: every element is `otherwise`
   bool is_float;
 
-  using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
-  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, Word>;
+  ParameterIn(const void* data, DType dtype)
+      : data(data), is_float(dtype == DType::kFloat) {}
+
+  using Raw = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, Raw>;
 
   // Element i as it stands in memory, for value_of(): nothing waits for the
   // load before that.
-  __device__ Word fetch(int64_t i) const {
+  __device__ Raw fetch(int64_t i) const {
     if (data == nullptr) {
       return 0;
     }
@@ -102,18 +106,17 @@ struct ParameterIn {
     return static_cast<const Bits*>(data)[i];
   }
 
-  __device__ Accumulator<T> value_of(Word word, Accumulator<T> otherwise)
-      const {
+  __device__ Accumulator<T> value_of(Raw raw, Accumulator<T> otherwise) const {
     if (data == nullptr) {
       return otherwise;
     }
     if constexpr (sizeof(T) == 2) {
       if (is_float) {
-        return __uint_as_float(word);
+        return __uint_as_float(raw);
       }
     }
     T value;
-    memcpy(&value, &word, sizeof(T)); // little-endian
+    memcpy(&value, &raw, sizeof(T)); // little-endian
     return widen(value);
   }
 
@@ -148,6 +151,9 @@ struct ParameterOut {
   void* data; // null: not wanted
   bool is_float;
 
+  ParameterOut(void* data, DType dtype)
+      : data(data), is_float(dtype == DType::kFloat) {}
+
   __device__ void set(int64_t i, Accumulator<T> value) const {
     if constexpr (sizeof(T) == 2) {
       if (is_float) {
@@ -178,7 +184,7 @@ struct Word<2> {
   using type = unsigned short;
 };
 
-// What a load or store says to the L2 cache: kKeep for what is read again by
+// What a load says to the L2 cache: kKeep for what is read again by
 // the next kernel, kStream for what is not.
 enum class Reuse { kKeep, kStream };
 

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "native/kernels/reduce.cuh"
 #include "native/launch/launch_kernel.cuh"
 #include "native/launch/registers.h"
 #include "native/launch/resident.h"

@@ -9,7 +9,6 @@
 #include <bit>
 #include <type_traits>
 
-#include "native/kernels/reduce.cuh"
 #include "native/kernels/tile.cuh"
 #include "native/launch/launch.h"
 #include "native/plan/shared_memory.h"

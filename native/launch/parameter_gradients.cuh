@@ -1,4 +1,5 @@
-// The last step of every scheme's backward pass.
+// dgamma and dbeta by a kernel of their own: after two passes, and after
+// clusters that have not all samples.
 #pragma once
 
 #include "native/kernels/gradients.cuh"
@@ -17,7 +18,7 @@ cudaError_t launch_parameter_gradients(
   if (!problem.wants_parameters()) {
     return cudaSuccess;
   }
-  const bool is_float = problem.param_dtype == DType::kFloat;
+  const DType parameter = problem.param_dtype;
   return launch_kernel<parameter_gradients<T>>(
       {.blocks = static_cast<unsigned>(ceil_div(problem.C, kParameterChannels)),
        .threads = kMaxThreads},
@@ -25,8 +26,8 @@ cudaError_t launch_parameter_gradients(
       static_cast<int>(problem.C),
       problem.N * plan.splits,
       sums,
-      ParameterOut<T>{arguments.dgamma, is_float},
-      ParameterOut<T>{arguments.dbeta, is_float});
+      ParameterOut<T>{arguments.dgamma, parameter},
+      ParameterOut<T>{arguments.dbeta, parameter});
 }
 
 } // namespace gn_override

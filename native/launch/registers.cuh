@@ -20,8 +20,8 @@ inline RegistersLaunch registers_launch(
     const Problem& problem,
     const Plan& plan) {
   return {
-      {.blocks =
-           static_cast<unsigned>(problem.N / plan.samples_per_wave * problem.G),
+      {.blocks = static_cast<unsigned>(
+           problem.N / samples_of_block(problem) * problem.G),
        .threads = static_cast<unsigned>(plan.threads),
        .shared_bytes = plan.shared_bytes},
       {.HxW = static_cast<int>(problem.HxW),
@@ -30,8 +30,8 @@ inline RegistersLaunch registers_launch(
        .rows = plan.rows,
        .groups = FastDivisor(static_cast<int>(problem.G)),
        .columns = FastDivisor(plan.columns),
-       .threads =
-           FastDivisor(static_cast<int>(plan.threads / plan.samples_per_wave)),
+       .threads = FastDivisor(
+           static_cast<int>(plan.threads / samples_of_block(problem))),
        .lanes_per_channel = tiling_of(problem, plan).lanes_per_channel},
       static_cast<float>(1 / static_cast<double>(problem.HxW * problem.D()))};
 }
@@ -80,6 +80,7 @@ cudaError_t registers_backward(
     const Plan& plan,
     const BackwardArguments& arguments,
     cudaStream_t stream) {
+  const DType parameter = problem.param_dtype;
   const RegistersLaunch launch = registers_launch(problem, plan);
   return with_pixels(plan, [&](auto pixels) {
     return launch_kernel<
@@ -97,8 +98,8 @@ cudaError_t registers_backward(
         static_cast<const T*>(arguments.beta), // kFused alone
         problem.activation, // kFused alone
         static_cast<T*>(arguments.dX),
-        ParameterOut<T>{arguments.dgamma, false},
-        ParameterOut<T>{arguments.dbeta, false});
+        ParameterOut<T>{arguments.dgamma, parameter},
+        ParameterOut<T>{arguments.dbeta, parameter});
   });
 }
 

@@ -27,10 +27,11 @@ inline ResidentLaunch resident_launch(
   const int of_cluster = whole_chip ? 1 : plan.cluster;
   const int64_t of_batch = ring_pixels(problem.direction);
   // A pixel of each thread of all blocks, or all pixels of a block.
-  const int64_t ahead_of = int64_t{1} * plan.columns * plan.vector *
+  const int64_t bytes_of_unit = int64_t{1} * plan.columns * plan.vector *
       problem.element_bytes_read() *
       (whole_chip ? plan.rows * blocks_of(plan, samples)
                   : plan.pixels_per_split);
+  const auto units_ahead = static_cast<int>(plan.bytes_ahead / bytes_of_unit);
   // A warp reads what the blocks of a cluster found of a group; those of the
   // chip leave a part each.
   const int most_lanes =
@@ -53,7 +54,8 @@ inline ResidentLaunch resident_launch(
        .cluster = FastDivisor(of_cluster),
        .places = static_cast<int>(ceil_div(plan.pixels_kept, of_batch)),
        .cached = static_cast<int>(plan.pixels_cached),
-       .ahead = static_cast<int>(plan.bytes_ahead / ahead_of)},
+       .pixels_ahead = whole_chip ? units_ahead : 0,
+       .blocks_ahead = whole_chip ? 0 : units_ahead},
       1 / static_cast<double>(problem.HxW * problem.D())};
 }
 
@@ -78,8 +80,8 @@ cudaError_t resident_forward(
     const ForwardArguments& arguments,
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
-  const bool is_float = problem.param_dtype == DType::kFloat;
-  const bool wide = problem.statistics_dtype() == DType::kFloat;
+  const DType parameter = problem.param_dtype;
+  const DType statistic = problem.statistics_dtype();
   const ResidentLaunch launch = resident_launch(problem, plan);
   const CUDAWorkspace workspace(problem, plan);
   return with_resident_kernel<T, TY>(
@@ -96,13 +98,13 @@ cudaError_t resident_forward(
             static_cast<Acc>(arguments.eps),
             static_cast<const T*>(arguments.X),
             static_cast<const T*>(arguments.added), // kFused alone
-            ParameterIn<TY>{arguments.gamma, is_float},
-            ParameterIn<TY>{arguments.beta, is_float},
+            ParameterIn<TY>{arguments.gamma, parameter},
+            ParameterIn<TY>{arguments.beta, parameter},
             problem.activation, // kFused alone
             static_cast<Moments<Acc>*>(workspace.groups(arguments.workspace)),
             static_cast<TY*>(arguments.Y),
-            ParameterOut<TY>{arguments.mean, wide},
-            ParameterOut<TY>{arguments.rstd, wide});
+            ParameterOut<TY>{arguments.mean, statistic},
+            ParameterOut<TY>{arguments.rstd, statistic});
       });
 }
 
@@ -113,8 +115,8 @@ cudaError_t resident_backward(
     const BackwardArguments& arguments,
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
-  const bool is_float = problem.param_dtype == DType::kFloat;
-  const bool wide = problem.statistics_dtype() == DType::kFloat;
+  const DType parameter = problem.param_dtype;
+  const DType statistic = problem.statistics_dtype();
   const ResidentLaunch launch = resident_launch(problem, plan);
   const CUDAWorkspace workspace(problem, plan);
   auto* const sums = problem.wants_parameters() && workspace.of_splits > 0
@@ -138,16 +140,16 @@ cudaError_t resident_backward(
             static_cast<Acc>(launch.per_group),
             static_cast<const TY*>(arguments.dY),
             static_cast<const T*>(arguments.X),
-            ParameterIn<TY>{arguments.mean, wide},
-            ParameterIn<TY>{arguments.rstd, wide},
-            ParameterIn<TY>{arguments.gamma, is_float},
-            ParameterIn<TY>{arguments.beta, is_float}, // kFused alone
+            ParameterIn<TY>{arguments.mean, statistic},
+            ParameterIn<TY>{arguments.rstd, statistic},
+            ParameterIn<TY>{arguments.gamma, parameter},
+            ParameterIn<TY>{arguments.beta, parameter}, // kFused alone
             problem.activation, // kFused alone
             static_cast<Pair<Acc>*>(workspace.groups(arguments.workspace)),
             sums,
             static_cast<T*>(arguments.dX),
-            ParameterOut<TY>{arguments.dgamma, is_float},
-            ParameterOut<TY>{arguments.dbeta, is_float});
+            ParameterOut<TY>{arguments.dgamma, parameter},
+            ParameterOut<TY>{arguments.dbeta, parameter});
       });
   if (error != cudaSuccess || sums == nullptr ||
       plan.scheme == Scheme::kCooperative) {

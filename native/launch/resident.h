@@ -1,4 +1,4 @@
-// The resident scheme's launches by element type: float, double, __half,
+// The resident schemes' launches by element type: float, double, __half,
 // __nv_bfloat16 (instantiated in resident_*.cu).
 // TY: that of Y, which is T or float (in resident_*wide_*.cu).
 // kFused: for problems with an activation (in resident_fused_*.cu).

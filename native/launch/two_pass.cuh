@@ -40,8 +40,8 @@ cudaError_t two_pass_forward(
   const Tiling tiling = tiling_of(problem, plan);
   const unsigned blocks = blocks_of(plan, problem.N);
   const auto threads = static_cast<unsigned>(plan.threads);
-  const bool is_float = problem.param_dtype == DType::kFloat;
-  const bool wide = problem.statistics_dtype() == DType::kFloat;
+  const DType parameter = problem.param_dtype;
+  const DType statistic = problem.statistics_dtype();
   auto* const partial = static_cast<Moments<Acc>*>(arguments.workspace);
   const auto* const X = static_cast<const T*>(arguments.X);
 
@@ -74,8 +74,8 @@ cudaError_t two_pass_forward(
             plan.vector,
             static_cast<Acc>(arguments.eps),
             partial,
-            ParameterOut<TY>{arguments.mean, wide},
-            ParameterOut<TY>{arguments.rstd, wide});
+            ParameterOut<TY>{arguments.mean, statistic},
+            ParameterOut<TY>{arguments.rstd, statistic});
       });
   if (error != cudaSuccess) {
     return error;
@@ -88,8 +88,8 @@ cudaError_t two_pass_forward(
         tiling,
         X,
         static_cast<const Moments<Acc>*>(partial),
-        ParameterIn<TY>{arguments.gamma, is_float},
-        ParameterIn<TY>{arguments.beta, is_float},
+        ParameterIn<TY>{arguments.gamma, parameter},
+        ParameterIn<TY>{arguments.beta, parameter},
         problem.activation, // kFused alone
         static_cast<TY*>(arguments.Y));
   });
@@ -106,12 +106,12 @@ cudaError_t two_pass_backward(
   const Tiling tiling = tiling_of(problem, plan);
   const unsigned blocks = blocks_of(plan, problem.N);
   const auto threads = static_cast<unsigned>(plan.threads);
-  const bool is_float = problem.param_dtype == DType::kFloat;
-  const bool wide = problem.statistics_dtype() == DType::kFloat;
-  const ParameterIn<TY> mean{arguments.mean, wide};
-  const ParameterIn<TY> rstd{arguments.rstd, wide};
-  const ParameterIn<TY> gamma{arguments.gamma, is_float};
-  const ParameterIn<TY> beta{arguments.beta, is_float}; // kFused alone
+  const DType parameter = problem.param_dtype;
+  const DType statistic = problem.statistics_dtype();
+  const ParameterIn<TY> mean{arguments.mean, statistic};
+  const ParameterIn<TY> rstd{arguments.rstd, statistic};
+  const ParameterIn<TY> gamma{arguments.gamma, parameter};
+  const ParameterIn<TY> beta{arguments.beta, parameter}; // kFused alone
   const CUDAWorkspace workspace(problem, plan);
   auto* const sums = static_cast<Pair<Acc>*>(arguments.workspace);
   auto* const coefficients =

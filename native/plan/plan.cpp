@@ -3,13 +3,14 @@
 #include <string_view>
 
 #include "native/plan/measured_cuda.h"
+#include "native/plan/names.h"
 #include "native/plan/policy.h"
 
 namespace gn_override {
 
 namespace {
 
-// The rule's plan, by its name; none where it declines.
+// The rule's plan; none where it declines.
 std::optional<Plan>
 plan_of(const Rule& rule, const Problem& problem, const Device& device) {
   for (const Condition& condition : rule.conditions) {
@@ -17,41 +18,7 @@ plan_of(const Rule& rule, const Problem& problem, const Device& device) {
       return std::nullopt;
     }
   }
-  std::optional<Plan> plan = rule.plan(problem, device);
-  if (plan) {
-    plan->rule = rule.name;
-  }
-  return plan;
-}
-
-const char* name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat:
-      return "float32";
-    case DType::kDouble:
-      return "float64";
-    case DType::kHalf:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-  }
-  return "?";
-}
-
-const char* name(Activation activation) {
-  switch (activation) {
-    case Activation::kIdentity:
-      return "identity";
-    case Activation::kRelu:
-      return "relu";
-    case Activation::kSilu:
-      return "silu";
-    case Activation::kGelu:
-      return "gelu";
-    case Activation::kGeluTanh:
-      return "gelu_tanh";
-  }
-  return "?";
+  return rule.plan(problem, device);
 }
 
 // Our texts hold no control characters: quotes and backslashes are all there is
@@ -122,15 +89,15 @@ std::string to_string(const Problem& problem) {
   out += " C=" + std::to_string(problem.C);
   out += " HxW=" + std::to_string(problem.HxW);
   out += " G=" + std::to_string(problem.G);
-  out += std::string(" ") + name(problem.dtype);
+  out += std::string(" ") + name_of(problem.dtype);
   if (problem.wide_output) {
-    out += std::string(" to ") + name(problem.output_dtype());
+    out += std::string(" to ") + name_of(problem.output_dtype());
   }
   if (problem.param_dtype != problem.dtype) {
-    out += std::string(" with ") + name(problem.param_dtype) + " parameters";
+    out += std::string(" with ") + name_of(problem.param_dtype) + " parameters";
   }
   if (problem.is_fused()) {
-    out += std::string(" ") + name(problem.activation);
+    out += std::string(" ") + name_of(problem.activation);
   }
   out += problem.channels_last ? " channels-last" : " NCHW";
   if (problem.alignment < 16) {
@@ -154,7 +121,7 @@ std::string to_string(const Device& device) {
 }
 
 std::string to_string(const Plan& plan) {
-  std::string out = plan.rule;
+  std::string out = name_of(plan.scheme);
   const auto field = [&](const char* label, int64_t value) {
     out += std::string(" ") + label + "=" + std::to_string(value);
   };
@@ -171,7 +138,6 @@ std::string to_string(const Plan& plan) {
   }
   if (plan.scheme == Scheme::kRegisters) {
     field("pixels_kept", plan.pixels_kept);
-    field("samples_per_wave", plan.samples_per_wave);
   }
   if (plan.scheme == Scheme::kResident) {
     field("cluster", plan.cluster);
@@ -204,7 +170,7 @@ std::string explain(const Problem& problem, const Device& device) {
     if (const std::optional<Plan> plan = plan_of(rule, problem, pinned)) {
       return "{\"problem\": " + quoted(to_string(problem)) +
           ", \"machine\": " + quoted(to_string(device)) +
-          ", \"rule\": " + quoted(rule.name) +
+          ", \"rule\": " + quoted(name_of(rule.scheme)) +
           ", \"reason\": " + quoted(reason(rule, problem, device, pinned)) +
           ", \"plan\": " + quoted(to_string(*plan)) +
           ", \"workspace_bytes\": " + std::to_string(plan->workspace_bytes) +
@@ -224,7 +190,8 @@ std::string explain(const Problem& problem, const Device& device) {
               : "a plan that fits and is estimated to be the fastest");
     }
     declined += std::string(declined.empty() ? "" : ", ") +
-        "{\"rule\": " + quoted(rule.name) + ", \"failed\": [" + failed + "]}";
+        "{\"rule\": " + quoted(name_of(rule.scheme)) + ", \"failed\": [" +
+        failed + "]}";
   }
   return "{}";
 }

@@ -18,7 +18,6 @@ namespace gn_override {
 
 struct Plan {
   Scheme scheme = Scheme::kAten;
-  const char* rule = "aten"; // the policy row that matched
 
   // Tile of a CUDA block: `rows` pixels x `columns` vectors of `vector`
   // channels; `column_tiles` of them span C, and each sample's pixels are cut
@@ -34,8 +33,7 @@ struct Plan {
   // which then add up dgamma and dbeta as well.
   int cluster = 1;
   int64_t shared_bytes = 0; // dynamic, of a block
-  // Registers: samples of a block, each in warps of its own. Cooperative:
-  // samples that the whole chip works on at a time.
+  // Cooperative: samples that the whole chip works on at a time.
   int64_t samples_per_wave = 0;
   // Registers, resident, cooperative: pixels that a thread has room for on
   // chip, in registers or in shared memory.
@@ -64,13 +62,12 @@ constexpr int kLeastComputeCapability = 80;
 // Bytes of X above which a workspace shall be a small share of them.
 constexpr int64_t kLargeTensor = int64_t{64} << 20;
 
-// Blocks of a cluster that find room in any part of a device.
-constexpr int kMostOfAnyCluster = 8;
+// Blocks of a cluster that every device with clusters can launch.
+constexpr int kPortableCluster = 8;
 
 // Whether the plan is one for Device::whole_chip alone.
 constexpr bool takes_whole_chip(const Plan& plan) {
-  return plan.scheme == Scheme::kCooperative ||
-      plan.cluster > kMostOfAnyCluster;
+  return plan.scheme == Scheme::kCooperative || plan.cluster > kPortableCluster;
 }
 
 // One requirement of a rule; `text` completes "needs ...".
@@ -81,7 +78,7 @@ struct Condition {
 
 // A row of the policy table.
 struct Rule {
-  const char* name;
+  Scheme scheme;
   std::span<const Condition> conditions;
   // Of a Problem that meets the conditions; none where another rule's is
   // estimated to be faster.

@@ -134,35 +134,16 @@ std::optional<Plan> plan_channels_last(
   return plan;
 }
 
-std::optional<Plan> plan_aten(const Problem&, const Device&) {
-  return Plan{};
-}
+constexpr std::array kConditions{kChannelsLast, kNotEmpty};
 
-constexpr std::array kChannelsLastConditions{
-    Condition{
-        "a dense channels-last X of more than one pixel and one channel",
-        [](const Problem& problem, const Device&) {
-          return problem.channels_last;
-        }},
-    Condition{
-        "at least one element",
-        [](const Problem& problem, const Device&) {
-          return problem.numel() > 0;
-        }},
-};
-
-const std::array kRules{
+constexpr std::array kRules{
     Rule{
-        "channels_last",
-        kChannelsLastConditions,
+        Scheme::kChannelsLastCPU,
+        kConditions,
         plan_channels_last,
         "every channels-last shape: a thread takes whole samples where they "
         "fit its cache; else all threads share one, cut into chunks"},
-    Rule{
-        "aten",
-        {},
-        plan_aten,
-        "stock kernels: NCHW-contiguous inputs are theirs"},
+    kAtenRule,
 };
 
 } // namespace

@@ -71,7 +71,7 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
       workspace_bytes > problem.bytes() / kWorkspaceShare;
 }
 
-// -- resident ----------------------------------------------------------------
+// -- estimates ---------------------------------------------------------------
 
 // Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
 // their candidates; they decide nothing else. Fitted on an H200 to the times of
@@ -153,8 +153,8 @@ constexpr ByDirection kTwoPassCall{9030, 13300};
 constexpr double kTwoPassBytesPerNs = 28.5;
 constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
-// Of blocks of the whole chip: the fewer there are, the smaller is a batch, of
-// which shared memory holds whole ones, and the less there is to fold.
+// Of blocks of the whole chip. Fewer threads make a batch smaller, so that
+// whole batches fill shared memory better, and leave less to fold.
 constexpr int kWholeChipThreads = 384;
 // Blocks of kMaxThreads and kMaxResidentThreads leave shared memory unused
 // where pixels are by sevens (ResNet's 56 x 56, ...). These are for where more
@@ -163,8 +163,6 @@ constexpr int kWholeChipThreads = 384;
 constexpr std::array kFittingThreads{224, 320};
 constexpr int64_t kFewBlocks = 4;
 
-constexpr int64_t kMostElements =
-    int64_t{kMaxRegisterThreads} * kMostPixelsInRegisters * 8;
 constexpr int64_t kReservedShared = 1024; // of each block, by the driver
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
@@ -268,17 +266,17 @@ void for_each_slice(const Problem& problem, const Device& device, F f) {
   }
 }
 
-// Blocks that fit a multiprocessor.
+// Blocks of clusters that fit a multiprocessor.
 int64_t
-residents(const Problem& problem, const Device& device, const Plan& plan) {
-  // By registers: see kResidentBlocks in resident.cuh.
-  const int resident_threads = problem.dtype == DType::kDouble
-      ? kMaxResidentThreads
-      : 2 * kMaxResidentThreads;
+blocks_at_once(const Problem& problem, const Device& device, const Plan& plan) {
+  const int resident_threads = kMaxResidentThreads *
+      resident_blocks(size_of(problem.dtype), /*whole_chip=*/false);
   const int64_t by_memory = (device.shared_memory_per_block + kReservedShared) /
       (plan.shared_bytes + kReservedShared);
   return std::min<int64_t>(by_memory, resident_threads / plan.threads);
 }
+
+// -- resident ----------------------------------------------------------------
 
 Candidate resident_candidate(
     const Problem& problem,
@@ -293,13 +291,13 @@ Candidate resident_candidate(
   const int64_t cluster = splits * samples;
   if (plan.threads > kMaxResidentThreads || plan.splits != splits ||
       cluster >= std::ssize(device.clusters) || device.clusters[cluster] == 0 ||
-      (cluster > kMostOfAnyCluster && !device.whole_chip)) {
+      (cluster > kPortableCluster && !device.whole_chip)) {
     return result;
   }
   plan.cluster = static_cast<int>(cluster);
   plan.pixels_kept = pixels_of_thread(plan);
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
-  const int64_t resident = residents(problem, device, plan);
+  const int64_t resident = blocks_at_once(problem, device, plan);
   result.blocks = resident;
   if (resident < 1) {
     return result;
@@ -337,10 +335,6 @@ Candidate resident_candidate(
         elements_of_block(plan);
   }
   return result;
-}
-
-bool can_keep(const Problem& problem) {
-  return vector_width(problem) * size_of(problem.dtype) >= kNarrowestCopy;
 }
 
 // Whether pins leave the scheme to the policy, or say this one.
@@ -382,7 +376,7 @@ Candidate best_resident(const Problem& problem, const Device& device) {
   };
   for_each_slice(problem, device, [&](int columns) {
     for (int splits = 1; splits < std::ssize(device.clusters); ++splits) {
-      if (pins.splits > 0 && pins.splits != splits) {
+      if (pins.share > 0 && pins.share != splits) {
         continue;
       }
       consider_threads(columns, splits, 1);
@@ -394,6 +388,8 @@ Candidate best_resident(const Problem& problem, const Device& device) {
   });
   return best;
 }
+
+// -- cooperative -------------------------------------------------------------
 
 // The whole chip takes `samples` samples at a time.
 Candidate cooperative_candidate(
@@ -503,7 +499,7 @@ Candidate best_cooperative(const Problem& problem, const Device& device) {
          --samples) {
       const int64_t waves = ceil_div(problem.N, samples);
       if (ceil_div(problem.N, waves) != samples || // as many waves of fewer
-          (device.pins.splits > 0 && device.pins.splits != samples)) {
+          (device.pins.share > 0 && device.pins.share != samples)) {
         continue;
       }
       const Candidate candidate =
@@ -596,14 +592,15 @@ std::optional<Plan> plan_two_pass(
         std::max(wanted, std::min(splits_of(walk), kMostResults / results));
   }
   int64_t most = splits_of(kPixelsInFlight);
-  const CUDAWorkspace of_one(problem, plan); // split
+  const CUDAWorkspace of_one_split(problem, plan);
   if (exceeds_workspace_share(
-          problem, most * of_one.of_splits + of_one.of_groups)) {
+          problem, most * of_one_split.of_splits + of_one_split.of_groups)) {
     const int64_t share = problem.bytes() / kWorkspaceShare;
-    most = std::max<int64_t>(1, (share - of_one.of_groups) / of_one.of_splits);
+    most = std::max<int64_t>(
+        1, (share - of_one_split.of_groups) / of_one_split.of_splits);
   }
-  const int64_t splits = device.pins.splits > 0
-      ? device.pins.splits
+  const int64_t splits = device.pins.share > 0
+      ? device.pins.share
       : std::clamp<int64_t>(wanted, 1, most);
   plan.pixels_per_split =
       ceil_div(ceil_div(problem.HxW, splits), plan.rows) * plan.rows;
@@ -638,22 +635,21 @@ std::optional<Plan> plan_registers(
   if (!allow(pins, Scheme::kRegisters)) {
     return std::nullopt;
   }
-  const bool forward = problem.direction == Direction::kForward;
   Plan plan;
   plan.scheme = Scheme::kRegisters;
   plan.vector = vector_width(problem);
   plan.columns = static_cast<int>(problem.D() / plan.vector);
   plan.column_tiles = static_cast<int>(problem.G);
   plan.pixels_per_split = problem.HxW;
-  plan.samples_per_wave = forward ? 1 : problem.N;
-  const int64_t blocks = problem.N / plan.samples_per_wave * problem.G;
+  const int64_t samples = samples_of_block(problem);
+  const int64_t blocks = problem.N / samples * problem.G;
   const int most_threads = pins.threads > 0 ? pins.threads : kThreadsOfGroup;
   // Else each sector is moved for two groups, by many blocks.
   const bool whole_sectors = plan.columns * vector_bytes(problem) >= kSector;
   for (plan.pixels_kept = 1;; plan.pixels_kept *= 2) {
     const bool last = plan.pixels_kept == kMostPixelsInRegisters;
     plan.rows = static_cast<int>(ceil_div(problem.HxW, plan.pixels_kept));
-    const int64_t threads = plan.samples_per_wave * kWarpSize *
+    const int64_t threads = samples * kWarpSize *
         ceil_div(int64_t{1} * plan.rows * plan.columns, kWarpSize);
     if (threads <= (last ? kMaxRegisterThreads : most_threads) &&
         blocks * threads <=
@@ -671,32 +667,22 @@ std::optional<Plan> plan_registers(
   }
   // gamma and beta, a place of each thread; then, what sums are folded in.
   plan.shared_bytes = 2 * problem.accumulator_bytes() * plan.threads;
-  if (!forward) {
+  if (problem.direction == Direction::kBackward) {
     plan.shared_bytes += problem.accumulator_bytes() *
         fold_size(problem.direction,
                   problem.D(),
                   plan.vector,
                   plan.columns,
-                  static_cast<int>(problem.N) * plan.rows);
+                  static_cast<int>(samples) * plan.rows);
   }
   return plan;
 }
 
-std::optional<Plan> plan_aten(const Problem&, const Device&) {
-  return Plan{};
-}
+// -- the table ---------------------------------------------------------------
 
-constexpr Condition kChannelsLast{
-    "a dense channels-last X of more than one pixel and one channel",
-    [](const Problem& problem, const Device&) {
-      return problem.channels_last;
-    }};
 constexpr Condition kAddsNothing{
     "nothing to add to X: these kernels read X alone",
     [](const Problem& problem, const Device&) { return !problem.adds; }};
-constexpr Condition kNotEmpty{
-    "at least one sample",
-    [](const Problem& problem, const Device&) { return problem.N > 0; }};
 constexpr Condition kFitsGrid{
     "fewer than 2^30 channels, and at most 2^30 slices of 64 in all samples",
     [](const Problem& problem, const Device&) {
@@ -715,7 +701,9 @@ constexpr Condition kCudaDevice{
     }};
 constexpr Condition kCanKeep{
     "pixels that can be copied to shared memory, 4 bytes at least at a time",
-    [](const Problem& problem, const Device&) { return can_keep(problem); }};
+    [](const Problem& problem, const Device&) {
+      return vector_width(problem) * size_of(problem.dtype) >= kNarrowestCopy;
+    }};
 
 constexpr Condition kWholeChip{
     "a GPU that this process may fill: no other's kernels wait for it",
@@ -732,7 +720,7 @@ constexpr Condition kNarrowPixels{
     }};
 
 constexpr Condition kTwoByteType{
-    "one type of two bytes for X, Y, weight and bias",
+    "one type of two bytes for X, Y, weight, bias and, unfused, statistics",
     [](const Problem& problem, const Device&) {
       return size_of(problem.dtype) == 2 && !problem.wide_output &&
           problem.param_dtype == problem.dtype &&
@@ -744,12 +732,13 @@ constexpr Condition kWholeVectors{
       return problem.alignment == kWideVector &&
           problem.D() * size_of(problem.dtype) % kWideVector == 0;
     }};
+constexpr int64_t kMostElements =
+    int64_t{kMaxRegisterThreads} * kMostPixelsInRegisters * 8;
 static_assert(kMostElements == 20480, "as the condition says");
 constexpr Condition kSmallGroups{
     "at most 20480 elements of a group, backward of all samples together",
     [](const Problem& problem, const Device&) {
-      const int64_t samples =
-          problem.direction == Direction::kForward ? 1 : problem.N;
+      const int64_t samples = samples_of_block(problem);
       return problem.HxW <= kMostElements && samples <= kMostElements &&
           samples * problem.HxW * problem.D() <= kMostElements;
     }};
@@ -788,39 +777,35 @@ constexpr std::array kTwoPassConditions{
     kCudaDevice,
 };
 
-const std::array kRules{
+constexpr std::array kRules{
     Rule{
-        "registers",
+        Scheme::kRegisters,
         kRegistersConditions,
         plan_registers,
         "a block keeps a small group in registers, and waits once for memory "
         "and for no other block (2x2560x8x8 bf16 on an H200: 1.1 times a copy "
         "forward)"},
     Rule{
-        "resident",
+        Scheme::kResident,
         kResidentConditions,
         plan_resident,
         "a cluster keeps a sample's slice in shared memory between statistics "
         "and normalisation, so X is read once (128x256x28x28 bf16 on an H200: "
         "1.1 times a copy forward)"},
     Rule{
-        "cooperative",
+        Scheme::kCooperative,
         kCooperativeConditions,
         plan_cooperative,
         "slices too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "
         "H200: 1.6 times a copy forward, two passes 1.7)"},
     Rule{
-        "two_pass",
+        Scheme::kTwoPass,
         kTwoPassConditions,
         plan_two_pass,
         "what neither keeps as fast: pixels are split over the whole chip, X "
         "is read twice"},
-    Rule{
-        "aten",
-        {},
-        plan_aten,
-        "stock kernels: NCHW-contiguous inputs are theirs"},
+    kAtenRule,
 };
 
 } // namespace

@@ -118,9 +118,9 @@ enum class Scheme : uint8_t {
 // or kAten, leaves it to the policy.
 struct Pins {
   Scheme scheme = Scheme::kAten;
-  int columns = 0;
-  int splits = 0; // cooperative: samples of a wave
-  int threads = 0;
+  int columns = 0; // resident, cooperative
+  int share = 0; // resident, two_pass: splits; cooperative: samples of a wave
+  int threads = 0; // at most; not for two_pass
 
   bool operator==(const Pins&) const = default;
 };
@@ -141,7 +141,7 @@ struct Device {
   int64_t l2_bytes = 0; // CUDA
   ClusterCounts clusters = {}; // CUDA
   // CUDA: A launch may ask for all multiprocessors at once, or for clusters of
-  // more than kMostOfAnyCluster blocks. It starts when the kernels that it has
+  // more than kPortableCluster blocks. It starts when the kernels that it has
   // no room beside have ended, and never if one of these waits for it.
   bool whole_chip = true;
   // CUDA: Copies to shared memory may tell the L2 cache what to keep.

@@ -17,6 +17,17 @@ constexpr int kMaxThreads = 256;
 constexpr int kMaxResidentThreads = 512;
 constexpr int kMaxRegisterThreads = 640;
 
+// Blocks of kMaxResidentThreads that shall fit a multiprocessor, as far as
+// registers go.
+constexpr int resident_blocks(int64_t element_bytes, bool whole_chip) {
+  return whole_chip || element_bytes == 8 ? 1 : 2;
+}
+
+// Samples of a block of the registers scheme, each in warps of its own.
+constexpr int64_t samples_of_block(const Problem& problem) {
+  return problem.direction == Direction::kForward ? 1 : problem.N;
+}
+
 // Pixels that a thread of the registers scheme keeps at most, a power of two.
 constexpr int kMostPixelsInRegisters = 4;
 

@@ -14,7 +14,7 @@ namespace gn_override {
 struct CPUWorkspace {
   // A batch of S samples has
   //   partials   accumulators [S][splits][2][stride]
-  //   maps       accumulators [S][maps][folded_stride]
+  //   maps       accumulators [S][arrays_of_map][folded_stride]
   //   sums       double [S][2][stride]
   struct Batch {
     int64_t maps; // offset
@@ -33,9 +33,10 @@ struct CPUWorkspace {
   int64_t folded_stride; // elements: fold * C, likewise
   // Forward: center, scale, shift. Backward: center, dZ_scale, X_scale, shift
   // and, with an activation, beta.
-  int64_t maps;
-  int64_t samples_per_run; // 1 in a forward, which sums none over samples
-  int64_t runs; // 0 in a forward
+  int64_t arrays_of_map; // a number
+  int64_t
+      samples_per_run; // a number; 1 in a forward, which sums none over samples
+  int64_t runs; // a number; 0 in a forward
   Batch own; // one sample; there are plan.slots of it
   Batch shared; // plan.samples_per_batch samples, after them
   int64_t totals; // offset of double [runs][2][stride]
@@ -45,7 +46,7 @@ struct CPUWorkspace {
       : accumulator(problem.accumulator_bytes()),
         stride(padded(problem.C)),
         folded_stride(padded(problem.C * plan.fold)),
-        maps(
+        arrays_of_map(
             problem.direction == Direction::kForward ? 3
                 : problem.is_fused()                 ? 5
                                                      : 4),
@@ -82,7 +83,8 @@ struct CPUWorkspace {
   Batch batch(const Plan& plan, int64_t samples) const {
     Batch result;
     result.maps = samples * plan.splits * 2 * stride * accumulator;
-    result.sums = result.maps + samples * maps * folded_stride * accumulator;
+    result.sums =
+        result.maps + samples * arrays_of_map * folded_stride * accumulator;
     result.bytes = result.sums + samples * sums_bytes(stride);
     return result;
   }

@@ -26,7 +26,7 @@ struct Call {
   int64_t activation;
   int64_t alignment;
   // Pins, as in Problem's file.
-  int64_t scheme, columns, splits, threads;
+  int64_t scheme, columns, share, threads;
   int64_t code; // emulator::Code
   int64_t l2_bytes; // 0: that of the device
   int64_t multiprocessors; // likewise, for the plan alone
@@ -80,7 +80,7 @@ Device device_of(const Call& call) {
   }
   device.pins.scheme = static_cast<Scheme>(call.scheme);
   device.pins.columns = static_cast<int>(call.columns);
-  device.pins.splits = static_cast<int>(call.splits);
+  device.pins.share = static_cast<int>(call.share);
   device.pins.threads = static_cast<int>(call.threads);
   return device;
 }
