@@ -226,7 +226,13 @@ def cpu(content: dict[str, Any]) -> str:
         rows.append(line)
     parts = ["ms", "stock / ours", "stock NCHW / ours"]
     header = ["shape", "dtype", *copies.values(), *(f"forward {p}" for p in parts)]
-    return table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
+    text = table([*header, *(f"fwd+bwd {p}" for p in parts)], rows)
+    means = "; ".join(
+        f"{title} {content['summary'][f'{what} over stock channels-last, mean']}x"
+        for what, title in (TITLES | {"moved": "forward over moved"}).items()
+        if f"{what} over stock channels-last, mean" in content["summary"]
+    )
+    return text + f"\nStock's time in channels-last over ours, mean of all rows: {means}.\n"
 
 
 # Rows of tools/sweep.py above this size are large: the copy's time is not that of its launch.
