@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
   if constexpr (!kFused) { // dY and X have come
     read_parameters();
   }
-  Acc sum[2] = {0, 0}; // of gamma dZ xhat, gamma dZ
+  Acc sum[2] = {0, 0}; // of the group, by gamma
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
     sum[0] += weight[j] * of_thread[j].first;
