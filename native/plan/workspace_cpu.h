@@ -34,8 +34,7 @@ struct CPUWorkspace {
   // Forward: center, scale, shift. Backward: center, dZ_scale, X_scale, shift
   // and, with an activation, beta.
   int64_t arrays_of_map; // a number
-  int64_t
-      samples_per_run; // a number; 1 in a forward, which sums none over samples
+  int64_t samples_per_run; // a number; 1 in a forward: it sums none over them
   int64_t runs; // a number; 0 in a forward
   Batch own; // one sample; there are plan.slots of it
   Batch shared; // plan.samples_per_batch samples, after them
