@@ -41,14 +41,22 @@ static_assert(kLanes<float> <= kMostLanes);
 template <typename T, bool kFused>
 constexpr int kMapRows = kFused || sizeof(T) == 2 ? 4 : 1;
 
+// The cache that memory is asked into, as __builtin_prefetch() counts localities.
+// Level 1 can wait for few lines, too few to hide the memory's latency at its
+// rate where that is all the work that a line brings. Of two-byte types a line
+// brings twice as much, and maps write a line for each one that they read.
+constexpr int kIntoLevel1 = 3;
+constexpr int kIntoLevel2 = 2;
+template <typename T>
+constexpr int kIntoForSums = sizeof(T) == 2 ? kIntoLevel1 : kIntoLevel2;
+constexpr int kIntoForMaps = kIntoLevel1;
+
 // Asks for the memory that the next rows need: column v of R rows of p, as far
 // ahead as the next block of rows and `ahead` bytes at least; for nothing where
 // that is 0. The hardware's prefetching stops at each page and follows R rows
-// at once poorly. Into the level-2 cache, since a level-1 cache can wait for
-// too few lines to hide the memory's latency at its rate: where X comes from
-// memory, that is twice as fast as into level 1. Past the tensor's end it has
-// no effect.
-template <int R, typename T>
+// at once poorly. Past the tensor's end it has no effect. What is written is
+// not asked for: stores wait for their lines without it.
+template <int R, int kInto, typename T>
 __attribute__((always_inline)) inline void
 prefetch(const T* p, int64_t stride, int64_t v, int64_t ahead) {
   constexpr int64_t kLine = 64 / sizeof(T);
@@ -59,7 +67,7 @@ prefetch(const T* p, int64_t stride, int64_t v, int64_t ahead) {
   const T* next = p + (R * stride > least ? R * stride : least) + v;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    __builtin_prefetch(next + r * stride, /*rw=*/0, /*locality=*/2);
+    __builtin_prefetch(next + r * stride, /*rw=*/0, kInto);
   }
 }
 
@@ -113,7 +121,7 @@ inline void add_moments(
   using V = Vector<A>;
   const A inverse = A(1) / static_cast<A>(rows_before + R);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(X, stride, v, ahead);
+    prefetch<R, kIntoForSums<T>>(X, stride, v, ahead);
     V x[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -287,10 +295,7 @@ inline void normalize_rows(
   const A* scale = as<A>(affine.scale);
   const A* shift = as<A>(affine.shift);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(X, stride, v, ahead);
-    if constexpr (!kStream) {
-      prefetch<R>(Y, stride, v, ahead);
-    }
+    prefetch<R, kIntoForMaps>(X, stride, v, ahead);
     const V m = load(center + v);
     const V a = load(scale + v);
     const V b = load(shift + v);
@@ -405,8 +410,8 @@ inline void add_gradient_sums(
   using V = Vector<A>;
   const A* center = as<A>(gradient.center);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(dY, stride, v, ahead);
-    prefetch<R>(X, stride, v, ahead);
+    prefetch<R, kIntoForSums<T>>(dY, stride, v, ahead);
+    prefetch<R, kIntoForSums<T>>(X, stride, v, ahead);
     const V m = load(center + v);
     V dz[R];
     V x[R]; // centred
@@ -561,11 +566,8 @@ inline void input_gradient_rows(
   const A* X_scale = as<A>(gradient.X_scale);
   const A* shift = as<A>(gradient.shift);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R>(dY, stride, v, ahead);
-    prefetch<R>(X, stride, v, ahead);
-    if constexpr (!kStream) {
-      prefetch<R>(dX, stride, v, ahead);
-    }
+    prefetch<R, kIntoForMaps>(dY, stride, v, ahead);
+    prefetch<R, kIntoForMaps>(X, stride, v, ahead);
     const V m = load(center + v);
     const V a = load(dZ_scale + v);
     const V b = load(X_scale + v);
