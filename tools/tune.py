@@ -7,7 +7,7 @@
     python tools/tune.py --activation silu                 # fused with one
 
 Builds tools/tune.cu with nvcc (half a minute on 16 cores) and times, for each shape and
-direction, all slice widths, cluster sizes, threads and samples of a wave that fit, and two passes:
+direction, all tile widths, cluster sizes, threads and samples of a wave that fit, and two passes:
 hundreds of plans in a second or two, a few times each. The fastest of these are timed again as the
 benchmarks time, on a GPU that is kept busy: one that was idle is faster for a moment, by as much as
 good plans differ. Prints for each the policy's own choice (by its estimates, so without

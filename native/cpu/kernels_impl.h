@@ -41,10 +41,11 @@ static_assert(kLanes<float> <= kMostLanes);
 template <typename T, bool kFused>
 constexpr int kMapRows = kFused || sizeof(T) == 2 ? 4 : 1;
 
-// The cache that memory is asked into, as __builtin_prefetch() counts localities.
-// Level 1 can wait for few lines, too few to hide the memory's latency at its
-// rate where that is all the work that a line brings. Of two-byte types a line
-// brings twice as much, and maps write a line for each one that they read.
+// The cache that memory is asked into, as __builtin_prefetch() counts
+// localities. Level 1 can wait for few lines, too few to hide the memory's
+// latency at its rate where that is all the work that a line brings. Of
+// two-byte types a line brings twice as much, and maps write a line for each
+// one that they read.
 constexpr int kIntoLevel1 = 3;
 constexpr int kIntoLevel2 = 2;
 template <typename T>

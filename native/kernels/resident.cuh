@@ -1,7 +1,7 @@
 // Group normalisation of [N, HxW, C] tensors that keeps X (and dY) on chip
 // between statistics and normalisation.
 //
-// An item is a tile of whole groups of one sample. Several blocks share one:
+// An item is one sample's tile, of whole groups. Several blocks share one:
 // each takes a split of the item's pixels, reduces it, exchanges results with
 // the others, and computes its part of the output from what it kept. A thread's
 // vectors are its own: it copies them to shared memory and reads them back, so

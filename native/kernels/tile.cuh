@@ -1,7 +1,7 @@
 // How the kernels cut [N, HxW, C] tensors.
 //
-// A block owns a tile: `columns` vectors of kVector channels, side by side,
-// times the pixels of one split of one sample. A thread keeps one column and
+// A tile is `columns` vectors of kVector channels, side by side; a block owns
+// the pixels of one split of one sample's tile. A thread keeps one column and
 // walks down every rows-th pixel, so that whatever D is, loads are up to 16
 // bytes wide and coalesced along C. Channels meet their groups only at the end
 // of the walk.

@@ -19,9 +19,10 @@ namespace gn_override {
 struct Plan {
   Scheme scheme = Scheme::kAten;
 
-  // Tile of a CUDA block: `rows` pixels x `columns` vectors of `vector`
-  // channels; `column_tiles` of them span C, and each sample's pixels are cut
-  // into `splits` runs of `pixels_per_split`.
+  // A tile is `columns` vectors of `vector` channels; `column_tiles` of them
+  // span C. Each sample's pixels are cut into `splits` runs of
+  // `pixels_per_split`. A block walks a split of a tile, `rows` pixels at a
+  // time.
   int vector = 1;
   int columns = 1;
   int rows = 1;

@@ -82,19 +82,19 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
 // By direction: forward, backward.
 using ByDirection = std::array<double, 2>;
 
-// A slice of s bytes a pixel takes longer than its bytes: by what it touches of
-// bursts and of sectors that it shares with the next slice, and by a part of
+// A tile of s bytes a pixel takes longer than its bytes: by what it touches of
+// bursts and of sectors that it shares with the next tile, and by a part of
 // each burst; but not where it is all of a pixel in narrow vectors.
 constexpr int64_t kBurst = 64;
 constexpr int64_t kSector = 32;
 constexpr double kSharedBurst = 0.382;
 constexpr double kSharedSector = 1.63;
-constexpr ByDirection kEverySlice{0.259, 0.239};
+constexpr ByDirection kEveryTile{0.259, 0.239};
 // And vectors of less than 16 bytes, or of 2, take more instructions.
 constexpr double kNarrowVectors = 1.754;
 constexpr double kNarrowestVectors = 2;
-// More so where the whole chip has several slices of them.
-constexpr double kNarrowSlices = 1.0606;
+// More so where the whole chip has several tiles of them.
+constexpr double kNarrowTiles = 1.0606;
 
 // The resident scheme: a call, and what a multiprocessor moves, or its share of
 // what the chip can.
@@ -159,7 +159,7 @@ constexpr int kWholeChipThreads = 384;
 // Blocks of kMaxThreads and kMaxResidentThreads leave shared memory unused
 // where pixels are by sevens (ResNet's 56 x 56, ...). These are for where more
 // of them fit a multiprocessor than of kMaxThreads, if few of those do and the
-// elements have two bytes. (Wider ones would take narrower slices, and longer.)
+// elements have two bytes. (Wider ones would take narrower tiles, and longer.)
 constexpr std::array kFittingThreads{224, 320};
 constexpr int64_t kFewBlocks = 4;
 
@@ -173,9 +173,9 @@ struct Candidate {
   int64_t blocks = 0; // of a multiprocessor at once, if the scheme is resident
 };
 
-// Slices of `columns` vectors, split over `splits` blocks of about `threads`
+// Tiles of `columns` vectors, split over `splits` blocks of about `threads`
 // threads: the part of the geometry that the resident schemes share.
-Plan slices(
+Plan tiled_plan(
     const Problem& problem,
     Scheme scheme,
     int columns,
@@ -201,7 +201,7 @@ double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
 }
 
-// How many times longer the problem's vectors take than wide ones where slices
+// How many times longer the problem's vectors take than wide ones where tiles
 // are kept.
 double narrowness(const Problem& problem) {
   if (!is_narrow(problem)) {
@@ -210,35 +210,35 @@ double narrowness(const Problem& problem) {
   return vector_bytes(problem) == 2 ? kNarrowestVectors : kNarrowVectors;
 }
 
-// What `pixels` pixels of a slice of a tensor take, as bytes.
-double slice_bytes(
+// What `pixels` pixels of a tile of a tensor take, as bytes.
+double tile_bytes(
     const Problem& problem,
     const Plan& plan,
     int64_t pixels,
     int64_t element) {
-  const int64_t slice = int64_t{1} * plan.columns * plan.vector * element;
+  const int64_t width = int64_t{1} * plan.columns * plan.vector * element;
   const auto shared = [&](int64_t unit) {
-    return static_cast<double>(unit - std::gcd(slice, unit));
+    return static_cast<double>(unit - std::gcd(width, unit));
   };
   const bool parts = plan.column_tiles > 1 || !is_narrow(problem);
   const double lost = kSharedBurst * shared(kBurst) +
-      kSharedSector * shared(kSector) + of(kEverySlice, problem) * kBurst;
+      kSharedSector * shared(kSector) + of(kEveryTile, problem) * kBurst;
   return static_cast<double>(pixels) * narrowness(problem) *
-      (static_cast<double>(slice) + (parts ? lost : 0));
+      (static_cast<double>(width) + (parts ? lost : 0));
 }
 
 // A block's pixels of X, and backward of dY.
 double bytes_read(const Problem& problem, const Plan& plan) {
   const int64_t X = size_of(problem.dtype);
   const int64_t dY = problem.element_bytes_read() - X;
-  const double of_X = slice_bytes(problem, plan, plan.pixels_per_split, X);
+  const double of_X = tile_bytes(problem, plan, plan.pixels_per_split, X);
   return dY == 0 ? of_X
-                 : of_X + slice_bytes(problem, plan, plan.pixels_per_split, dY);
+                 : of_X + tile_bytes(problem, plan, plan.pixels_per_split, dY);
 }
 
 // Those of Y, or of dX.
 double bytes_written(const Problem& problem, const Plan& plan) {
-  return slice_bytes(
+  return tile_bytes(
       problem, plan, plan.pixels_per_split, problem.element_bytes_written());
 }
 
@@ -247,10 +247,10 @@ double elements_of_block(const Plan& plan) {
       plan.vector;
 }
 
-// Slices of whole groups and whole vectors, as vectors: of one to ten bursts,
+// Tiles of whole groups and whole vectors, as vectors: of one to ten bursts,
 // or what comes next.
 template <typename F>
-void for_each_slice(const Problem& problem, const Device& device, F f) {
+void for_each_tile_width(const Problem& problem, const Device& device, F f) {
   const int vector = vector_width(problem);
   const int64_t unit = std::lcm<int64_t>(problem.D(), vector);
   int64_t last = 0;
@@ -287,7 +287,7 @@ Candidate resident_candidate(
     int threads) {
   Candidate result;
   Plan& plan = result.plan;
-  plan = slices(problem, Scheme::kResident, columns, splits, threads);
+  plan = tiled_plan(problem, Scheme::kResident, columns, splits, threads);
   const int64_t cluster = splits * samples;
   if (plan.threads > kMaxResidentThreads || plan.splits != splits ||
       cluster >= std::ssize(device.clusters) || device.clusters[cluster] == 0 ||
@@ -374,7 +374,7 @@ Candidate best_resident(const Problem& problem, const Device& device) {
       }
     }
   };
-  for_each_slice(problem, device, [&](int columns) {
+  for_each_tile_width(problem, device, [&](int columns) {
     for (int splits = 1; splits < std::ssize(device.clusters); ++splits) {
       if (pins.share > 0 && pins.share != splits) {
         continue;
@@ -412,7 +412,7 @@ Candidate cooperative_candidate(
   if (splits < 1) {
     return result;
   }
-  plan = slices(
+  plan = tiled_plan(
       problem,
       Scheme::kCooperative,
       columns,
@@ -468,8 +468,7 @@ Candidate cooperative_candidate(
   const auto pixels_again = static_cast<double>(read_again);
   const double again =
       all * (pixels_again - kCachedGain * plan.pixels_cached) / of_thread;
-  const double uneven =
-      tiles > 1 && narrowness(problem) > 1 ? kNarrowSlices : 1;
+  const double uneven = tiles > 1 && narrowness(problem) > 1 ? kNarrowTiles : 1;
   result.nanoseconds = of(kCooperativeCall, problem) +
       waves * uneven *
           (of(kCooperativeWave, problem) +
@@ -493,7 +492,7 @@ Candidate best_cooperative(const Problem& problem, const Device& device) {
   if (!device.whole_chip || !allow(device.pins, Scheme::kCooperative)) {
     return best;
   }
-  for_each_slice(problem, device, [&](int columns) {
+  for_each_tile_width(problem, device, [&](int columns) {
     for (int64_t samples = std::min<int64_t>(problem.N, device.sm_count);
          samples > 0;
          --samples) {
@@ -684,7 +683,7 @@ constexpr Condition kAddsNothing{
     "nothing to add to X: these kernels read X alone",
     [](const Problem& problem, const Device&) { return !problem.adds; }};
 constexpr Condition kFitsGrid{
-    "fewer than 2^30 channels, and at most 2^30 slices of 64 in all samples",
+    "fewer than 2^30 channels, and at most 2^30 tiles of 64 in all samples",
     [](const Problem& problem, const Device&) {
       // A grid has at most 2^31 - 1 blocks. Samples are split further only
       // where they are fewer than the blocks that fill the chip, or into splits
@@ -789,14 +788,15 @@ constexpr std::array kRules{
         Scheme::kResident,
         kResidentConditions,
         plan_resident,
-        "a cluster keeps a sample's slice in shared memory between statistics "
+        "a cluster keeps a tile of a sample in shared memory between "
+        "statistics "
         "and normalisation, so X is read once (128x256x28x28 bf16 on an H200: "
         "1.1 times a copy forward)"},
     Rule{
         Scheme::kCooperative,
         kCooperativeConditions,
         plan_cooperative,
-        "slices too large for a cluster: the whole chip keeps as much of a few "
+        "tiles too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "
         "H200: 1.6 times a copy forward, two passes 1.7)"},
     Rule{
