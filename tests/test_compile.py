@@ -24,7 +24,7 @@ import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
 from processes import run_python
-from reference import ATEN, FUSED, calls, expect_calls, is_channels_last, lay_out
+from reference import ATEN, FUSED, TORCH, calls, expect_calls, is_channels_last, lay_out
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -235,6 +235,35 @@ def test_training_in_cuda_graphs(mode: str) -> None:
         actual = [t.clone() for t in train(function, *tensors)]
         torch.testing.assert_close(actual, list(train(norm_silu, *tensors)), rtol=1e-3, atol=1e-3)
     assert calls(FUSED[0], "cuda")[1] == calls(FUSED[1], "cuda")[1] == 0
+
+
+def test_calls_from_cpp(device: str) -> None:
+    """cpp_wrapper: what calls the kernels is C++, which asks the dispatcher as Python does."""
+    module = Block().to(device, memory_format=torch.channels_last)
+    x = lay_out(torch.randn(2, 4, 9, 7, device=device), "channels_last").requires_grad_()
+    expected = train(module, x)
+    with inductor_config.patch(cpp_wrapper=True), expect_calls(device, True, True, FUSED):
+        actual, codes = run_and_get_code(train, compiled(module), x)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert is_channels_last(actual[0]) and is_channels_last(actual[1])
+    assert all("inductor_entry_impl" in code for code in codes)
+
+
+def test_frozen_parameters(device: str) -> None:
+    """Freezing makes gamma and beta constants, and lays the convolutions' weights out anew.
+
+    For a CPU 2.11 traces the graph anew then, without its operands' values: nothing is joined.
+    """
+    module = Block().to(device, memory_format=torch.channels_last).eval()
+    x = lay_out(torch.randn(2, 4, 9, 7, device=device), "channels_last")
+    ops = ATEN if device == "cpu" and TORCH == (2, 11) else FUSED
+    with torch.no_grad(), inductor_config.patch(freezing=True):
+        expected = module(x)
+        with expect_calls(device, True, None, ops):
+            actual, (code,) = run_and_get_code(compiled(module), x)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert is_channels_last(actual)
+    assert "_frozen_param" in code, code
 
 
 # --- and where they do not --------------------------------------------------------------------
