@@ -788,8 +788,7 @@ constexpr std::array kRules{
         Scheme::kResident,
         kResidentConditions,
         plan_resident,
-        "a cluster keeps a tile of a sample in shared memory between "
-        "statistics "
+        "a cluster keeps a sample's tile in shared memory between statistics "
         "and normalisation, so X is read once (128x256x28x28 bf16 on an H200: "
         "1.1 times a copy forward)"},
     Rule{
