@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Their assertions say what they compared, as a test's do.
+pytest.register_assert_rewrite("fusing", "reference")
+
 SEED = int(os.environ.get("GN_OVERRIDE_TEST_SEED", "0"))
 
 

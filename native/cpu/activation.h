@@ -1,5 +1,4 @@
-// Activations of the normalised X, and their derivatives, on vectors. Included
-// by kernels_impl.h only; vector.h says what holds for such a file.
+// Activations of the normalised X, and their derivatives, on vectors.
 //
 // Each is Z times a gate between 0 and 1, so its derivative is gate + Z gate':
 //   relu       1 where Z > 0, else 0

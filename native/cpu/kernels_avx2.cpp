@@ -1,5 +1,5 @@
 // Compiled with -mavx2 -mfma -mf16c.
-#include "native/cpu/kernels_impl.h"
+#include "native/cpu/make_kernels.h"
 
 namespace gn_override::cpu {
 

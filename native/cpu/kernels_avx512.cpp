@@ -1,5 +1,5 @@
 // Compiled with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c.
-#include "native/cpu/kernels_impl.h"
+#include "native/cpu/make_kernels.h"
 
 namespace gn_override::cpu {
 

@@ -1,5 +1,5 @@
 // Compiled with the flags that every file gets: SSE2 on x86-64.
-#include "native/cpu/kernels_impl.h"
+#include "native/cpu/make_kernels.h"
 
 namespace gn_override::cpu {
 

@@ -1,10 +1,11 @@
-// Vectors of one instruction set: what kernels_impl.h needs, and no more.
+// Vectors of one instruction set: what the kernels need, and no more.
 //
-// Included only by the kernels_*.cpp files, each compiled with its own flags.
-// Everything is in an unnamed namespace, and nothing here or in kernels_impl.h
-// calls an inline function of another header (std:: included): the linker keeps
-// one copy of such a function for all files, and if that were the AVX-512 one,
-// a machine without AVX-512 would execute it.
+// Included only by the kernels_*.cpp files, each compiled with its own flags,
+// through make_kernels.h. All that this file and those above it define is in an
+// unnamed namespace, and nothing in them calls an inline function of another
+// header (std:: included): the linker keeps one copy of such a function for all
+// files, and if that were the AVX-512 one, a machine without AVX-512 would
+// execute it.
 //
 // GCC's vector extension gives arithmetic, comparison and ?: on vectors of any
 // width; intrinsics serve fused multiply-add, half and partial loads and
