@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from bench_ddp import finish
 from reference import BACKWARD, FORWARD, calls, override_off
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from bench_ddp import finish
 
 import gn_override  # noqa: F401  (loads the extension and switches on)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import render_readme
 import torch
 import torch.nn.functional as F
 from processes import run_python
@@ -328,10 +329,7 @@ def test_a_measured_number_is_found():
         assert not MEASURED.search(text), text
 
 
-def test_tables_are_those_of_the_results(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import render_readme
-
+def test_tables_are_those_of_the_results():
     assert render_readme.main(["--check"]) == 0
     shown = "".join(p.read_text() for p in render_readme.FILES)
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
@@ -339,10 +337,7 @@ def test_tables_are_those_of_the_results(monkeypatch):
             assert f"<!-- results: {path.stem}" in shown, path
 
 
-def test_readme_renders_every_row(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import render_readme
-
+def test_readme_renders_every_row(tmp_path):
     head = {
         "gpu": "GPU-X",
         "driver": "1",
@@ -381,9 +376,6 @@ def test_readme_renders_every_row(tmp_path, monkeypatch):
 
 def test_render_readme_rewrites_and_checks(tmp_path, monkeypatch, capsys):
     """--check says which file is stale and leaves it; without it the file is made right."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import render_readme
-
     page = tmp_path / "page.md"
     page.write_text(stale := "<!-- results: kernels-none -->\nold\n<!-- end results -->\n")
     monkeypatch.setattr(render_readme, "FILES", (page,))

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import stage_upstream
 import torch
 from processes import run_python
 from shapes import EDGE_CASES, KERNEL_CASES, MODEL_CASES, Case
@@ -28,12 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # after what is installed
-sys.path.append(str(ROOT / "tools"))
 model = importlib.import_module("codegen.model")
 upstream = importlib.import_module("codegen.upstream")
 verify = importlib.import_module("codegen.verify")
-kernel_table = importlib.import_module("kernel_table")
-stage_upstream = importlib.import_module("stage_upstream")
 StagingError = upstream.StagingError
 
 CHANGE = model.load().upstream
