@@ -883,9 +883,12 @@ def test_glue_leaves_operands_off_their_elements_to_others(stub_library, tmp_pat
 
 @pytest.mark.cuda
 @needs_nvcc
-def test_glue_agrees_with_stock_through_the_stubs(stub_library, tmp_path):
+@pytest.mark.parametrize("whole_chip", ["0", "1"])
+def test_glue_agrees_with_stock_through_the_stubs(whole_chip, stub_library, tmp_path):
     """In a process of its own: what is behind the stubs cannot be asked for and put back."""
-    run_python(Path(__file__).parent / "upstream_parity.py", stub_library, cwd=tmp_path)
+    script = Path(__file__).parent / "upstream_parity.py"
+    environ = {"TORCH_GROUP_NORM_WHOLE_CHIP": whole_chip}
+    run_python(script, stub_library, cwd=tmp_path, **environ)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

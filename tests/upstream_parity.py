@@ -7,6 +7,7 @@ Stock's results are computed before the library takes the stubs' place.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -64,6 +65,17 @@ def main(library: str) -> None:
         )
         assert_layout_follows(i.X, ours.Y, ours.dX)
         assert_parity(ours, inputs, mask, theirs=theirs)
+
+    # Large samples take the whole chip where the process asks for that, and only there.
+    i = make_inputs(next(c for c in KERNEL_CASES if c.name == "vae2"), "cuda", torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _, mean, rstd = stub.forward(i.X, i.gamma, i.beta, *i.sizes, i.eps)
+        stub.backward(i.dY, i.X, mean, rstd, i.gamma, *i.sizes, [True] * 3)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    asked = os.environ.get("TORCH_GROUP_NORM_WHOLE_CHIP") == "1"
+    for scheme, is_meant in (("resident_", asked), ("combine_statistics", not asked)):
+        assert any(scheme in name for name in names) == is_meant, names
 
     # What is left to the other kernels.
     i = make_inputs(few[0], "cuda", torch.float32)

@@ -4,6 +4,8 @@ The body of the class below is staged. They also run by themselves, against any
 PyTorch: python aten_patch/test/test_nn.py
 """
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch.testing._internal.common_device_type import (
@@ -211,6 +213,37 @@ class TestNNDeviceType(TestCase):
                 graph.replay()
                 for found, expected in zip(captured, run(leaves, grad), strict=True):
                     self.assertEqual(found, expected, atol=0, rtol=0)
+
+    @onlyCUDA
+    def test_GroupNorm_channels_last_whole_chip(self, device):
+        import subprocess
+        import sys
+
+        # In a process of its own, as the variable is read once.
+        script = """if True:
+            import torch
+            import torch.nn.functional as F
+
+            operands = torch.randn(2, 2, 64, 256, 256, device="cuda").bfloat16()
+            results = []
+            for dtype, layout in (
+                (torch.bfloat16, torch.channels_last),
+                (torch.double, torch.contiguous_format),
+            ):
+                input, grad = (
+                    operand.to(dtype).contiguous(memory_format=layout)
+                    for operand in operands
+                )
+                input.requires_grad_()
+                output = F.group_norm(input, 32)
+                output.backward(grad)
+                results.append((output.double(), input.grad.double()))
+            for actual, expected in zip(*results, strict=True):
+                error = (actual - expected).abs().max() / expected.abs().max()
+                assert error < 3e-2, error
+        """
+        env = os.environ | {"TORCH_GROUP_NORM_WHOLE_CHIP": "1"}
+        subprocess.run([sys.executable, "-c", script], env=env, check=True)
 
     @onlyCUDA
     @largeTensorTest("24GB", device="cuda")
