@@ -64,6 +64,7 @@ INSTRUCTION_SETS = {
 }
 
 CUDA_SOURCES = [
+    "native/binding/avg_pool.cpp",
     "native/binding/cuda.cpp",
     "native/launch/launch.cu",
     "native/launch/registers_bfloat16.cu",

@@ -990,6 +990,41 @@ def test_20_autocast_training_with_float_parameters(device, dtype):
         assert (mine - parameter.grad).abs().max() <= limit
 
 
+@pytest.mark.parametrize("options", [(3, 1, 1), (3, 2, 1), (2, 2, 0)], ids=str)
+@pytest.mark.parametrize("name", ["ncl", "d3", "volume"])
+def test_average_pools_after_the_norm(device, name, options):
+    """Up to torch 2.13 theirs is wrong for channels-last CUDA tensors, if padded."""
+    inputs = make_inputs(edge(name), device, torch.float32)
+    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[inputs.X.dim() - 3]
+
+    def gradient(X: Tensor) -> Tensor:
+        X = X.detach().requires_grad_()
+        pool(F.group_norm(X, inputs.groups), *options).square().sum().backward()
+        return X.grad
+
+    ours = gradient(inputs.X)
+    assert calls(BACKWARD, device) == (1, 0) and is_channels_last(ours)
+    with override_off():
+        expected = gradient(inputs.X.contiguous())
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_average_pools_without_the_override_are_stocks(device):
+    """Also where they are wrong: on a GPU, up to 2.13, for a channels-last input."""
+    X = torch.randn(2, 8, 6, 5, device=device).to(memory_format=torch.channels_last)
+    dY = torch.randn_like(X)
+
+    def gradient(X: Tensor) -> Tensor:
+        X = X.detach().requires_grad_()
+        return torch.autograd.grad(F.avg_pool2d(X, 3, 1, 1), X, dY)[0]
+
+    ours = gradient(X)
+    assert is_channels_last(ours)
+    torch.testing.assert_close(ours, gradient(X.contiguous()))
+    with override_off():
+        assert torch.equal(ours, gradient(X)) == (device == "cpu" or TORCH >= (2, 14))
+
+
 # --- 21: modules are untouched ---------------------------------------------------------------
 
 

@@ -683,6 +683,8 @@ def test_report_names_owners():
     composite = owner(report, "group_norm", "CompositeImplicitAutograd")
     ours = _library.build_info()["conditions"]["STOCK_DROPS_LAYOUT"]
     assert composite.package == ("gn_override" if ours else "torch")
+    pools = [o.package for o in report.owners if o.op == "avg_pool2d_backward"]
+    assert pools == (["gn_override"] if ours and "cuda" in report.backends else [])
 
 
 def test_report_shows_a_package_on_top(tmp_path):

@@ -93,7 +93,8 @@ def levels(device: str) -> list[Level]:
         soak_what = "training steps for seven minutes"
         soak = {"GN_OVERRIDE_TEST_SOAK_SECONDS": "300"}
     marked = "(cuda or cuda_build) and not large" if device == "cuda" else "not cuda"
-    apart = ("test_opinfo.py", "test_properties.py", "test_faults.py", "test_distributed.py")
+    samples = ("test_opinfo.py", "test_operators.py")
+    apart = (*samples, "test_properties.py", "test_faults.py", "test_distributed.py")
     rest = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in apart)
     found = [
         Level(
@@ -105,9 +106,9 @@ def levels(device: str) -> list[Level]:
         ),
         Level(
             "torch",
-            "PyTorch's own samples of op_db and module_db, with its checks",
+            "PyTorch's own samples: of group norms, with its checks; of what may come after",
             only,
-            ("test_opinfo.py",),
+            samples,
             many=True,
         ),
         Level(

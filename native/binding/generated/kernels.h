@@ -74,4 +74,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_group_norm_backward_cuda(
     int64_t group,
     std::array<bool, 3> output_mask);
 
+at::Tensor avg_pool2d_backward_cuda(
+    const at::Tensor& grad_output,
+    const at::Tensor& self,
+    at::IntArrayRef kernel_size,
+    at::IntArrayRef stride,
+    at::IntArrayRef padding,
+    bool ceil_mode,
+    bool count_include_pad,
+    std::optional<int64_t> divisor_override);
+
 } // namespace gn_override::binding

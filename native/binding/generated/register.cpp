@@ -48,6 +48,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 #endif // GN_OVERRIDE_WITH_CUDA
 
+#if GN_OVERRIDE_WITH_CUDA && GN_OVERRIDE_STOCK_DROPS_LAYOUT
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("avg_pool2d_backward", TORCH_FN(avg_pool2d_backward_cuda));
+}
+#endif // GN_OVERRIDE_WITH_CUDA && GN_OVERRIDE_STOCK_DROPS_LAYOUT
+
 [[maybe_unused]] const bool silence_ended = (silence.reset(), true);
 
 } // namespace
