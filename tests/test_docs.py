@@ -17,6 +17,7 @@ import pytest
 import render_readme
 import torch
 import torch.nn.functional as F
+from measured import HEAD
 from processes import run_python
 from torch import nn
 
@@ -338,15 +339,7 @@ def test_tables_are_those_of_the_results():
 
 
 def test_readme_renders_every_row(tmp_path):
-    head = {
-        "gpu": "GPU-X",
-        "driver": "1",
-        "cuda": "13.0",
-        "torch": "2.13.0",
-        "commit": "abc",
-        "date": "2026-01-01",
-        "command": "python tools/bench_models.py",
-    }
+    head = HEAD | {"command": "python tools/bench_models.py"}
     times = {"stock": 10.0, "override": 5.0, "stock_nchw": 8.0, "floor": 4.0, "copies": 4.5}
     row = {"name": "net", "parity": True, "times": times, "floor": "no norms", "peak_gb": {}}
     row["commit"] = "1234567"
