@@ -14,6 +14,9 @@
 // exponential's argument comes from its rounding: of so many units as the
 // argument is large, 2u for gelu_tanh, Z^2 / 2 for gelu. That is a hundred of
 // them in float and 700 in double, where the gate is next to nothing.
+//
+// Their functions are inlined by force: GCC leaves some to a call when the file
+// has grown by others, and a call for each vector is slow.
 #pragma once
 
 #include "native/cpu/vector.h"
@@ -105,7 +108,7 @@ inline Vector<A> power_of_two(Vector<A> n) {
 // integer and |r| <= ln 2 / 2, where Taylor's series is short. 2^n is two
 // factors, since n goes below the exponents of normal numbers.
 template <typename A>
-inline Vector<A> exp_of_negative(Vector<A> x) {
+__attribute__((always_inline)) inline Vector<A> exp_of_negative(Vector<A> x) {
   using K = Constants<A>;
   using V = Vector<A>;
   constexpr A kLog2E = static_cast<A>(1.44269504088896340736);
@@ -136,7 +139,7 @@ struct Gate {
 };
 
 template <typename A>
-inline Gate<A> sigmoid(Vector<A> z) {
+__attribute__((always_inline)) inline Gate<A> sigmoid(Vector<A> z) {
   const Vector<A> e = exp_of_negative<A>(-absolute(z));
   const Vector<A> larger = A(1) / (e + A(1)); // sigma(|z|)
   const Vector<A> smaller = e * larger;
@@ -148,7 +151,7 @@ inline Gate<A> sigmoid(Vector<A> z) {
 // interpolated at Chebyshev points of t in [0, 1]; its relative error is below
 // 2^-24 in float and 2^-54 in double.
 template <typename A>
-inline Gate<A> normal(Vector<A> z) {
+__attribute__((always_inline)) inline Gate<A> normal(Vector<A> z) {
   using K = Constants<A>;
   using V = Vector<A>;
   constexpr A kDensity = static_cast<A>(0.398942280401432677940); // 1/sqrt 2pi
@@ -171,7 +174,7 @@ inline Gate<A> normal(Vector<A> z) {
 }
 
 template <Activation kActivation, typename A>
-inline Gate<A> gate(Vector<A> z) {
+__attribute__((always_inline)) inline Gate<A> gate(Vector<A> z) {
   if constexpr (kActivation == Activation::kSilu) {
     return sigmoid<A>(z);
   } else if constexpr (kActivation == Activation::kGelu) {

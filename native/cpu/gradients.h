@@ -57,6 +57,34 @@ inline void differentiate_rows(
   differentiate<A>(gradient.activation, z, dy);
 }
 
+// dZ and X - center of R rows at column v.
+template <int R, int kInto, bool kTail, bool kFused, typename T>
+__attribute__((always_inline)) inline void load_rows(
+    const T* dY,
+    const T* X,
+    int64_t stride,
+    int64_t v,
+    int64_t n,
+    int64_t ahead,
+    const Gradient& gradient,
+    Vector<Accumulator<T>> (&dz)[R],
+    Vector<Accumulator<T>> (&centred)[R]) {
+  using A = Accumulator<T>;
+  prefetch<R, kInto>(dY, stride, v, ahead);
+  prefetch<R, kInto>(X, stride, v, ahead);
+  const Vector<A> m = load(as<A>(gradient.center) + v);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    dz[r] = load<kTail>(dY + r * stride + v, n);
+    centred[r] = load<kTail>(X + r * stride + v, n) - m;
+  }
+  if constexpr (kFused) {
+    differentiate_rows<A>(gradient, v, centred, dz);
+  }
+}
+
+// -- the sums ---------------------------------------------------------------
+
 template <int R, bool kFirst, bool kFused, typename T, typename A>
 inline void add_gradient_sums(
     const T* dY,
@@ -69,20 +97,12 @@ inline void add_gradient_sums(
     A* dZ_X,
     A* dZ_1) {
   using V = Vector<A>;
-  const A* center = as<A>(gradient.center);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R, kIntoForSums<T>>(dY, stride, v, ahead);
-    prefetch<R, kIntoForSums<T>>(X, stride, v, ahead);
-    const V m = load(center + v);
     V dz[R];
     V x[R]; // centred
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      dz[r] = load<kTail>(dY + r * stride + v, n);
-      x[r] = load<kTail>(X + r * stride + v, n) - m;
-    }
+    load_rows<R, kIntoForSums<T>, kTail, kFused>(
+        dY, X, stride, v, n, ahead, gradient, dz, x);
     if constexpr (kFused) {
-      differentiate_rows<A>(gradient, v, x, dz);
       kept.template store_rows<R, kTail>(stride, v, n, dz);
     }
     V sum_X{};
@@ -222,27 +242,17 @@ inline void input_gradient_rows(
     const Gradient& gradient) {
   using A = Accumulator<T>;
   using V = Vector<A>;
-  const A* center = as<A>(gradient.center);
   const A* dZ_scale = as<A>(gradient.dZ_scale);
   const A* X_scale = as<A>(gradient.X_scale);
   const A* shift = as<A>(gradient.shift);
   for_columns<kLanes<T>>(0, width, [&]<bool kTail>(int64_t v, int64_t n) {
-    prefetch<R, kIntoForMaps>(dY, stride, v, ahead);
-    prefetch<R, kIntoForMaps>(X, stride, v, ahead);
-    const V m = load(center + v);
+    V dz[R];
+    V x[R]; // centred
+    load_rows<R, kIntoForMaps, kTail, kFused>(
+        dY, X, stride, v, n, ahead, gradient, dz, x);
     const V a = load(dZ_scale + v);
     const V b = load(X_scale + v);
     const V c = load(shift + v);
-    V dz[R];
-    V x[R]; // centred
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      dz[r] = load<kTail>(dY + r * stride + v, n);
-      x[r] = load<kTail>(X + r * stride + v, n) - m;
-    }
-    if constexpr (kFused) {
-      differentiate_rows<A>(gradient, v, x, dz);
-    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       store_output<kTail, kStream>(
@@ -258,26 +268,14 @@ void chunk_input_gradient(
     T* dX,
     Chunk chunk,
     const Gradient& gradient) {
-  const int64_t width = chunk.fold * chunk.C;
-  const int64_t rows = chunk.rows / chunk.fold;
-  const auto map = [&]<int R, bool kStream>(
-                       int64_t at, int64_t n, int64_t ahead) {
-    input_gradient_rows<R, kStream, kFused>(
-        dY + at, X + at, dX + at, width, n, ahead, gradient);
-  };
-  const auto run = [&]<bool kStream>() {
-    for_rows<kMapRows<T, kFused>>(0, rows, [&]<int R>(int64_t row) {
-      map.template operator()<R, kStream>(row * width, width, chunk.ahead);
-    });
-  };
-  if (can_stream(chunk, dX, width)) {
-    run.template operator()<true>();
-    end_streaming();
-  } else {
-    run.template operator()<false>();
-  }
-  const int64_t at = rows * width;
-  map.template operator()<1, false>(at, chunk.rows * chunk.C - at, 0);
+  const int64_t stride = chunk.fold * chunk.C;
+  map_chunk<kMapRows<T, kFused>>(
+      chunk,
+      dX,
+      [&]<int R, bool kStream>(int64_t at, int64_t n, int64_t ahead) {
+        input_gradient_rows<R, kStream, kFused>(
+            dY + at, X + at, dX + at, stride, n, ahead, gradient);
+      });
 }
 
 template <typename T>

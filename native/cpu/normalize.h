@@ -45,24 +45,12 @@ inline void normalize_rows(
 
 template <bool kFused, typename T>
 void normalize_chunk(const T* X, T* Y, Chunk chunk, const Affine& affine) {
-  const int64_t width = chunk.fold * chunk.C;
-  const int64_t rows = chunk.rows / chunk.fold;
-  const auto run = [&]<bool kStream>() {
-    for_rows<kMapRows<T, kFused>>(0, rows, [&]<int R>(int64_t row) {
-      const int64_t at = row * width;
-      normalize_rows<R, kStream, kFused>(
-          X + at, Y + at, width, width, chunk.ahead, affine);
-    });
-  };
-  if (can_stream(chunk, Y, width)) {
-    run.template operator()<true>();
-    end_streaming();
-  } else {
-    run.template operator()<false>();
-  }
-  const int64_t at = rows * width;
-  normalize_rows<1, false, kFused>(
-      X + at, Y + at, 0, chunk.rows * chunk.C - at, 0, affine);
+  const int64_t stride = chunk.fold * chunk.C;
+  map_chunk<kMapRows<T, kFused>>(
+      chunk, Y, [&]<int R, bool kStream>(int64_t at, int64_t n, int64_t ahead) {
+        normalize_rows<R, kStream, kFused>(
+            X + at, Y + at, stride, n, ahead, affine);
+      });
 }
 
 template <typename T>

@@ -108,5 +108,26 @@ inline void store_output(T* p, int64_t n, Vector<Accumulator<T>> v) {
   }
 }
 
+// map<R, kStream>(at, n, ahead) for the n elements from `at` on of the chunk's
+// rows, R rows at once, and of what the fold leaves over, which is shorter.
+template <int kRows, typename T, typename Map>
+inline void map_chunk(Chunk chunk, const T* output, Map map) {
+  const int64_t width = chunk.fold * chunk.C;
+  const int64_t rows = chunk.rows / chunk.fold;
+  const auto run = [&]<bool kStream>() {
+    for_rows<kRows>(0, rows, [&]<int R>(int64_t row) {
+      map.template operator()<R, kStream>(row * width, width, chunk.ahead);
+    });
+  };
+  if (can_stream(chunk, output, width)) {
+    run.template operator()<true>();
+    end_streaming();
+  } else {
+    run.template operator()<false>();
+  }
+  const int64_t at = rows * width;
+  map.template operator()<1, false>(at, chunk.rows * chunk.C - at, 0);
+}
+
 } // namespace
 } // namespace gn_override
