@@ -40,6 +40,7 @@ SOURCES = [
     "native/binding/autocast.cpp",
     "native/binding/autograd.cpp",
     "native/binding/classify.cpp",
+    "native/binding/composite.cpp",
     "native/binding/control.cpp",
     "native/binding/cpu.cpp",
     "native/binding/generated/register.cpp",

@@ -8,7 +8,7 @@
 //   AutocastCUDA      autocast.cpp
 //   CPU, CUDA         activated_forward, activated_inference and
 //                     activated_backward below
-//   any other, vmap   the composite
+//   any other, vmap   the composite (composite.h)
 //
 // gn_override::group_norm_act_inference is Y alone, of X + added where there is
 // an added [N, C]: on CUDA one kernel, which rounds no sum. It has no backward:
@@ -26,35 +26,10 @@
 #include <string_view>
 #include <utility>
 
+#include "native/binding/composite.h"
 #include "native/binding/override.h"
 
 namespace gn_override::binding {
-
-// "identity", "relu", "silu", "gelu", "gelu_tanh"; else a ValueError that lists
-// them.
-Activation parse_activation(std::string_view name);
-
-// By aten operators, in the type that sums are kept in. Results are of the
-// types that our kernels give them, and NCHW-contiguous. Arguments that group
-// norm does not take raise its own errors.
-Result composite_forward(
-    const at::Tensor& X,
-    int64_t group,
-    const OptionalTensor& gamma,
-    const OptionalTensor& beta,
-    double eps,
-    std::string_view activation,
-    std::optional<at::ScalarType> out_dtype);
-Result composite_backward(
-    const at::Tensor& dY,
-    const at::Tensor& X,
-    const at::Tensor& mean,
-    const at::Tensor& rstd,
-    const OptionalTensor& gamma,
-    const OptionalTensor& beta,
-    int64_t group,
-    std::string_view activation,
-    std::array<bool, 3> output_mask);
 
 // The operator, through the dispatcher.
 Result call_group_norm_act(
