@@ -31,6 +31,7 @@ import setuptools
 ROOT = Path(__file__).resolve().parent
 
 SOURCES = [
+    "native/plan/estimates_cuda.cpp",
     "native/plan/plan.cpp",
     "native/plan/policy_cpu.cpp",
     "native/plan/policy_cuda.cpp",

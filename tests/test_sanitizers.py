@@ -17,7 +17,8 @@ from reference import ACTIVATIONS, MASKS
 from shapes import EDGE_CASES, Case
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ["native/plan/plan.cpp", "native/plan/policy_cpu.cpp", "native/plan/policy_cuda.cpp"]
+SOURCES = [f"native/plan/{name}.cpp" for name in ("plan", "policy_cpu", "policy_cuda")]
+SOURCES += ["native/plan/estimates_cuda.cpp"]
 SOURCES += ["native/cpu/cpu.cpp", "native/cpu/kernels_baseline.cpp", "tests/cpu_driver.cpp"]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-sanitize-recover=all", f"-I{ROOT}"]
 DTYPES = ("float", "double", "half", "bfloat16")  # as native/plan/problem.h counts them

@@ -475,7 +475,8 @@ def test_the_planner_decides_as_ours_does(tmp_path):
         (tree / path).write_text(text)
     source = tree / "aten" / "src"
     native = sorted((ROOT / "native" / "plan").glob("*.cpp"))
-    staged = [source / f"ATen/native/cuda/group_norm_{name}.cpp" for name in ("plan", "policy")]
+    names = ("estimates", "plan", "policy")
+    staged = [source / f"ATen/native/cuda/group_norm_{name}.cpp" for name in names]
     header = "ATen/native/cuda/group_norm/plan/plan.h"
     ours = plans(
         tmp_path / "ours",

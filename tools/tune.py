@@ -13,7 +13,7 @@ benchmarks time, on a GPU that is kept busy: one that was idle is faster for a m
 good plans differ. Prints for each the policy's own choice (by its estimates, so without
 measured_cuda.h), the best and the runners-up, as x copy, and at last how much longer the policy's
 choices take than the best. Where that is more than a few percent for most shapes of another GPU,
-fit the estimates in policy_cuda.cpp to it. For a shape of its own, native/plan/measured_cuda.h
+fit the estimates in estimates_cuda.cpp to it. For a shape of its own, native/plan/measured_cuda.h
 takes the row that is printed behind its plans, if it saves 4% or a second run prints it too.
 
 Where such a plan keeps all that it reads, the same blocks are timed once more as they bring their

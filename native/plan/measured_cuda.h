@@ -1,5 +1,5 @@
-// Plans that tools/tune.py found to be faster than those that the estimates of
-// policy_cuda.cpp choose: for shapes that models use, in half and bfloat16. A
+// Plans that tools/tune.py found to be faster than those that the policy
+// chooses by its estimates: for shapes that models use, in half and bfloat16. A
 // row holds for its shape alone, on GPUs of one compute capability and number
 // of multiprocessors. tools/tune.py prints rows for the GPU that it runs on.
 #pragma once

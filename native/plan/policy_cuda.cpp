@@ -1,10 +1,10 @@
 // Where a CUDA shape goes. First match wins; the last row is aten.
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <limits>
 #include <numeric>
 
+#include "native/plan/estimates_cuda.h"
 #include "native/plan/policy.h"
 #include "native/plan/shared_memory.h"
 #include "native/plan/workspace_cuda.h"
@@ -37,8 +37,6 @@ constexpr int64_t kMostResults = 1 << 16;
 // double), so that the last wave is a small part of the work.
 constexpr int64_t kTwoPassBlocks = 8;
 
-constexpr int64_t kWideVector = 16; // bytes
-
 // No plan depends on which gradients are wanted (cached_plan() relies on that),
 // so a gradient has the same bits whatever else is asked for.
 
@@ -53,15 +51,6 @@ int vector_width(const Problem& problem) {
   return vector;
 }
 
-// Its bytes, of the wider of X and Y.
-int64_t vector_bytes(const Problem& problem) {
-  return vector_width(problem) * size_of(problem.output_dtype());
-}
-
-bool is_narrow(const Problem& problem) {
-  return vector_bytes(problem) < kWideVector;
-}
-
 // Workspaces of large tensors shall be at most 2% of X, where a coarser cut of
 // the pixels can make them so.
 constexpr int64_t kWorkspaceShare = 50;
@@ -71,69 +60,10 @@ bool exceeds_workspace_share(const Problem& problem, int64_t workspace_bytes) {
       workspace_bytes > problem.bytes() / kWorkspaceShare;
 }
 
-// -- estimates ---------------------------------------------------------------
-
-// Estimates, in nanoseconds and bytes per nanosecond, that rank the schemes and
-// their candidates; they decide nothing else. Fitted on an H200 to the times of
-// all plans of 117 shapes, and again of 110 when blocks had begun to prefetch.
-// tools/tune.py measures these, and says how much longer the plans that are
-// chosen take than the best ones.
-
-// By direction: forward, backward.
-using ByDirection = std::array<double, 2>;
-
-// A tile of s bytes a pixel takes longer than its bytes: by what it touches of
-// bursts and of sectors that it shares with the next tile, and by a part of
-// each burst; but not where it is all of a pixel in narrow vectors.
-constexpr int64_t kBurst = 64;
-constexpr int64_t kSector = 32;
-constexpr double kSharedBurst = 0.382;
-constexpr double kSharedSector = 1.63;
-constexpr ByDirection kEveryTile{0.259, 0.239};
-// And vectors of less than 16 bytes, or of 2, take more instructions.
-constexpr double kNarrowVectors = 1.754;
-constexpr double kNarrowestVectors = 2;
-// More so where the whole chip has several tiles of them.
-constexpr double kNarrowTiles = 1.0606;
-
-// The resident scheme: a call, and what a multiprocessor moves, or its share of
-// what the chip can.
-constexpr ByDirection kResidentCall{3150, 4600};
-constexpr double kMultiprocessorBytesPerNs = 54.1;
-constexpr ByDirection kShareBytesPerNs{46.3, 48.8};
-// That is what infinitely many threads would move: what so many of them would
-// is lost. Each thread of the blocks that start first takes time as well.
-constexpr double kLostThreads = 96.3;
-constexpr double kThread = 3.6;
-// What each wave of blocks but the first loses between its loads and its
-// stores, by the blocks that share a multiprocessor.
-constexpr std::array kPhaseChange{2990.0, 1470.0, 1090.0, 841.0};
-// And each wave: for every channel that it folds, and every doubling of the
-// cluster.
-constexpr ByDirection kFoldedChannel{10.7, 5.11};
-constexpr double kClusterBarrier = 280;
-// And backward a second launch, where a cluster has not all samples.
-constexpr double kParameterGradients = 1790;
-
-// An activation, each time that it is evaluated, by the elements of a
-// multiprocessor. Clusters evaluate it once: by direction, since there are
-// enough blocks to hide most of it, if they are of enough threads.
-constexpr double kActivation = 0.03;
-constexpr ByDirection kResidentActivation{0.01, 0.022};
-constexpr double kLostActivationThreads = 400;
-
-// The cooperative scheme: a call, a wave, and what a block reads of a group in
-// an exchange.
-constexpr ByDirection kCooperativeCall{3580, 5240};
-constexpr ByDirection kCooperativeWave{4060, 4470};
-constexpr double kExchangedPart = 0.8;
-constexpr ByDirection kCooperativeBytesPerNs{35.5, 32.5};
-
 // Where a wave's operands are at most so many times the L2 cache, half of the
-// cache can be made to hold pixels until they are read again, which then takes
-// less by this share. Larger ones push them out.
+// cache can be made to hold pixels until they are read again. Larger ones push
+// them out.
 constexpr int64_t kCachedWave = 3;
-constexpr double kCachedGain = 0.6;
 
 // Blocks of plans of several waves ask for what is read so much later that it
 // is a sixth of the L2 cache: enough for the time that they exchange and store,
@@ -148,10 +78,6 @@ int64_t bytes_ahead(const Device& device) {
       ? device.l2_bytes / kAheadShare
       : 0;
 }
-
-constexpr ByDirection kTwoPassCall{9030, 13300};
-constexpr double kTwoPassBytesPerNs = 28.5;
-constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
 
 // Of blocks of the whole chip. Fewer threads make a batch smaller, so that
 // whole batches fill shared memory better, and leave less to fold.
@@ -195,56 +121,6 @@ Plan tiled_plan(
       ceil_div(static_cast<int64_t>(plan.rows) * columns, kWarpSize) *
       kWarpSize);
   return plan;
-}
-
-double of(const ByDirection& estimate, const Problem& problem) {
-  return estimate[problem.direction == Direction::kForward ? 0 : 1];
-}
-
-// How many times longer the problem's vectors take than wide ones where tiles
-// are kept.
-double narrowness(const Problem& problem) {
-  if (!is_narrow(problem)) {
-    return 1;
-  }
-  return vector_bytes(problem) == 2 ? kNarrowestVectors : kNarrowVectors;
-}
-
-// What `pixels` pixels of a tile of a tensor take, as bytes.
-double tile_bytes(
-    const Problem& problem,
-    const Plan& plan,
-    int64_t pixels,
-    int64_t element) {
-  const int64_t width = int64_t{1} * plan.columns * plan.vector * element;
-  const auto shared = [&](int64_t unit) {
-    return static_cast<double>(unit - std::gcd(width, unit));
-  };
-  const bool parts = plan.column_tiles > 1 || !is_narrow(problem);
-  const double lost = kSharedBurst * shared(kBurst) +
-      kSharedSector * shared(kSector) + of(kEveryTile, problem) * kBurst;
-  return static_cast<double>(pixels) * narrowness(problem) *
-      (static_cast<double>(width) + (parts ? lost : 0));
-}
-
-// A block's pixels of X, and backward of dY.
-double bytes_read(const Problem& problem, const Plan& plan) {
-  const int64_t X = size_of(problem.dtype);
-  const int64_t dY = problem.element_bytes_read() - X;
-  const double of_X = tile_bytes(problem, plan, plan.pixels_per_split, X);
-  return dY == 0 ? of_X
-                 : of_X + tile_bytes(problem, plan, plan.pixels_per_split, dY);
-}
-
-// Those of Y, or of dX.
-double bytes_written(const Problem& problem, const Plan& plan) {
-  return tile_bytes(
-      problem, plan, plan.pixels_per_split, problem.element_bytes_written());
-}
-
-double elements_of_block(const Plan& plan) {
-  return static_cast<double>(plan.pixels_per_split) * plan.columns *
-      plan.vector;
 }
 
 // Tiles of whole groups and whole vectors, as vectors: of one to ten bursts,
@@ -297,9 +173,8 @@ Candidate resident_candidate(
   plan.cluster = static_cast<int>(cluster);
   plan.pixels_kept = pixels_of_thread(plan);
   plan.shared_bytes = resident_layout(problem, plan, plan.pixels_kept).bytes;
-  const int64_t resident = blocks_at_once(problem, device, plan);
-  result.blocks = resident;
-  if (resident < 1) {
+  result.blocks = blocks_at_once(problem, device, plan);
+  if (result.blocks < 1) {
     return result;
   }
   plan.workspace_bytes = CUDAWorkspace(problem, plan).bytes();
@@ -307,33 +182,10 @@ Candidate resident_candidate(
     return result;
   }
 
-  const int64_t multiprocessors = device.clusters[cluster] * cluster;
-  const int64_t blocks = problem.N * plan.column_tiles * splits;
-  const int64_t waves = ceil_div(blocks, resident * multiprocessors);
-  plan.bytes_ahead = waves > 1 ? bytes_ahead(device) : 0;
-  const int64_t of_multiprocessor = ceil_div(blocks, multiprocessors);
-  const auto first_threads =
-      static_cast<double>(std::min(resident, of_multiprocessor) * plan.threads);
-  const double block_bytes =
-      bytes_read(problem, plan) + bytes_written(problem, plan);
-  const double moved = (1 + kLostThreads / first_threads) *
-      std::max(of_multiprocessor * block_bytes / kMultiprocessorBytesPerNs,
-               blocks * block_bytes /
-                   (of(kShareBytesPerNs, problem) * device.sm_count));
-  const double phase_change =
-      kPhaseChange[std::min<size_t>(resident, kPhaseChange.size()) - 1];
-  const double of_wave =
-      of(kFoldedChannel, problem) * plan.columns * plan.vector +
-      kClusterBarrier * std::bit_width(static_cast<unsigned>(cluster - 1));
-  result.nanoseconds = of(kResidentCall, problem) +
-      (plan.workspace_bytes > 0 ? kParameterGradients : 0) +
-      kThread * first_threads + moved + (waves - 1) * phase_change +
-      waves * of_wave;
-  if (problem.is_fused()) {
-    result.nanoseconds += (1 + kLostActivationThreads / first_threads) *
-        of(kResidentActivation, problem) * of_multiprocessor *
-        elements_of_block(plan);
-  }
+  plan.bytes_ahead = resident_waves(problem, device, plan, result.blocks) > 1
+      ? bytes_ahead(device)
+      : 0;
+  result.nanoseconds = estimate_resident(problem, device, plan, result.blocks);
   return result;
 }
 
@@ -445,13 +297,11 @@ Candidate cooperative_candidate(
     return result;
   }
   plan.pixels_kept = batches * batch;
-  const int64_t read_again =
-      std::max<int64_t>(0, pixels_of_thread(plan) - plan.pixels_kept);
   const int64_t of_wave =
       problem.numel() / problem.N * samples * problem.element_bytes_read();
   if (device.l2_policies && of_wave <= kCachedWave * device.l2_bytes) {
     plan.pixels_cached = std::min(
-        read_again,
+        pixels_read_again(plan),
         device.l2_bytes / 2 /
             (plan.splits * tiles * samples * plan.threads * of_pixel));
   }
@@ -461,29 +311,8 @@ Candidate cooperative_candidate(
     return result;
   }
 
-  const int64_t waves = ceil_div(problem.N, samples);
-  plan.bytes_ahead = waves > 1 ? bytes_ahead(device) : 0;
-  const double all = bytes_read(problem, plan);
-  const auto of_thread = static_cast<double>(pixels_of_thread(plan));
-  const auto pixels_again = static_cast<double>(read_again);
-  const double again =
-      all * (pixels_again - kCachedGain * plan.pixels_cached) / of_thread;
-  const double uneven = tiles > 1 && narrowness(problem) > 1 ? kNarrowTiles : 1;
-  result.nanoseconds = of(kCooperativeCall, problem) +
-      waves * uneven *
-          (of(kCooperativeWave, problem) +
-           kExchangedPart * plan.splits * plan.columns * plan.vector /
-               static_cast<double>(problem.D()) +
-           (all + again + bytes_written(problem, plan)) /
-               of(kCooperativeBytesPerNs, problem));
-  if (problem.is_fused()) {
-    // Backward, what is read again is differentiated again.
-    const double evaluations = problem.direction == Direction::kForward
-        ? 1
-        : 1 + pixels_again / of_thread;
-    result.nanoseconds +=
-        waves * evaluations * kActivation * elements_of_block(plan);
-  }
+  plan.bytes_ahead = samples < problem.N ? bytes_ahead(device) : 0;
+  result.nanoseconds = estimate_cooperative(problem, plan);
   return result;
 }
 
@@ -512,21 +341,9 @@ Candidate best_cooperative(const Problem& problem, const Device& device) {
 }
 
 double two_pass_nanoseconds(const Problem& problem, const Device& device) {
-  if (!allow(device.pins, Scheme::kTwoPass)) {
-    return kNever;
-  }
-  // X, X, Y; or dY, X, dY, X, dX
-  const int64_t bytes = problem.numel() *
-      (2 * problem.element_bytes_read() + problem.element_bytes_written());
-  double result = of(kTwoPassCall, problem) +
-      (is_narrow(problem) ? kNarrowTwoPass : 1) * static_cast<double>(bytes) /
-          (kTwoPassBytesPerNs * device.sm_count);
-  if (problem.is_fused()) {
-    const int evaluations = problem.direction == Direction::kForward ? 1 : 2;
-    result += kActivation * evaluations * static_cast<double>(problem.numel()) /
-        device.sm_count;
-  }
-  return result;
+  return allow(device.pins, Scheme::kTwoPass)
+      ? estimate_two_pass(problem, device, vector_width(problem))
+      : kNever;
 }
 
 // Of the other schemes than registers, the one that is estimated to be the
@@ -583,7 +400,7 @@ std::optional<Plan> plan_two_pass(
 
   int64_t wanted =
       ceil_div(kTwoPassBlocks * device.sm_count, problem.N * plan.column_tiles);
-  if (is_narrow(problem)) {
+  if (is_narrow(problem, plan.vector)) {
     const int walk =
         size_of(problem.dtype) == 2 ? kNarrowWalkOfTwo : kNarrowWalk;
     const int64_t results = forward ? plan.column_tiles : problem.D();
@@ -644,7 +461,8 @@ std::optional<Plan> plan_registers(
   const int64_t blocks = problem.N / samples * problem.G;
   const int most_threads = pins.threads > 0 ? pins.threads : kThreadsOfGroup;
   // Else each sector is moved for two groups, by many blocks.
-  const bool whole_sectors = plan.columns * vector_bytes(problem) >= kSector;
+  const bool whole_sectors =
+      plan.columns * vector_bytes(problem, plan.vector) >= kSector;
   for (plan.pixels_kept = 1;; plan.pixels_kept *= 2) {
     const bool last = plan.pixels_kept == kMostPixelsInRegisters;
     plan.rows = static_cast<int>(ceil_div(problem.HxW, plan.pixels_kept));

@@ -154,4 +154,9 @@ constexpr int64_t pixels_of_thread(const Plan& plan) {
   return ceil_div(plan.pixels_per_split, plan.rows);
 }
 
+// Those of them that it reads again, where it keeps the others.
+constexpr int64_t pixels_read_again(const Plan& plan) {
+  return std::max<int64_t>(0, pixels_of_thread(plan) - plan.pixels_kept);
+}
+
 } // namespace gn_override
