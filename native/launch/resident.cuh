@@ -1,9 +1,10 @@
-// Launches of native/kernels/resident.cuh for one element type. Each dtype has
+// Launches of the resident kernels for one element type. Each dtype has
 // .cu files of its own that instantiate these, so that they compile in
 // parallel.
 #pragma once
 
-#include "native/kernels/resident.cuh"
+#include "native/kernels/resident_backward.cuh"
+#include "native/kernels/resident_forward.cuh"
 #include "native/launch/parameter_gradients.cuh"
 #include "native/launch/resident.h"
 #include "native/plan/workspace_cuda.h"
