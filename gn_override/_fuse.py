@@ -91,8 +91,8 @@ def fuse(model: nn.Module) -> Fusion:
         model: any module. What is fused already stays so.
 
     Returns:
-        The pairs that this call fused, and the norms that are not fused, with the reasons. A norm
-        that is called in several places is fused if it is so in one of them.
+        The pairs that this call fused, and the nn.GroupNorm modules that are not fused, with the
+        reasons. A norm that is called in several places is fused if it is so in one of them.
 
     Raises:
         TypeError: not a module.
