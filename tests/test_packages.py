@@ -267,6 +267,8 @@ def sample(request: pytest.FixtureRequest, device: str) -> Sample:
             nn.init.normal_(module.bias, 0, 0.1)
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+        if isinstance(module, nn.modules.conv._ConvNd):  # not all of float64 keep the layout
+            module.register_forward_hook(lambda module, args, out: laid_out(out))
     return Sample(net.to(device), tree_map(lambda tensor: tensor.to(device), inputs))
 
 
