@@ -189,6 +189,7 @@ def torchvision_fcos() -> Sample:
     pytest.importorskip("torchvision")
     from torchvision.models import resnet
     from torchvision.models.detection import FCOS
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
 
     body = resnet.ResNet(
@@ -196,8 +197,6 @@ def torchvision_fcos() -> Sample:
     )
     backbone = _resnet_fpn_extractor(body, 5, returned_layers=[2, 3, 4])
     sizes = ((8,), (16,), (32,), (64,))
-    from torchvision.models.detection.anchor_utils import AnchorGenerator
-
     anchors = AnchorGenerator(sizes, ((1.0,),) * len(sizes))
     detector = FCOS(
         backbone, 3, min_size=96, max_size=128, score_thresh=1e-3, anchor_generator=anchors
