@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from reference import BACKWARD, FORWARD, calls, max_error, override_off
+from reference import BACKWARD, FORWARD, calls, lay_out, max_error, override_off
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -248,12 +248,9 @@ def transformers_mask2former() -> Sample:
 # -- tests ---------------------------------------------------------------------------------------
 
 
-def laid_out(value: Any) -> Any:
-    """Channels-last, if it has a memory format for that."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if isinstance(value, Tensor) and value.dim() in formats:
-        return value.contiguous(memory_format=formats[value.dim()])
-    return value
+def laid_out(tensor: Tensor) -> Tensor:
+    """Channels-last, if it is an image, a video or the weight of their convolutions."""
+    return lay_out(tensor, "channels_last") if tensor.dim() in (4, 5) else tensor
 
 
 @pytest.fixture(params=MODELS)
