@@ -28,15 +28,6 @@ def gradients(function: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
     return Y.detach(), *torch.autograd.grad(Y.cos().sum(), [*tensors, *weights])
 
 
-def randomised(module: nn.Module) -> nn.Module:
-    """Affine parameters that are not ones and zeros."""
-    for child in module.modules():
-        if isinstance(child, nn.GroupNorm) and child.affine:
-            nn.init.normal_(child.weight)
-            nn.init.normal_(child.bias)
-    return module
-
-
 def check_fused(
     model: nn.Module, *inputs: Tensor, pairs: int, calls_made: int
 ) -> gn_override.Fusion:

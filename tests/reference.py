@@ -48,7 +48,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from shapes import Case
-from torch import Tensor
+from torch import Tensor, nn
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -146,6 +146,16 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
         one = tensor.flatten(2)[..., :1] if tensor.dim() > 2 else tensor
         return one.reshape(*tensor.shape[:2], *[1] * (tensor.dim() - 2)).expand(tensor.shape)
     raise ValueError(f"unknown layout {layout!r}; one of {GRAD_LAYOUTS}")
+
+
+def randomised(module: nn.Module, weight: float = 0.0, deviation: float = 1.0) -> nn.Module:
+    """The module, with affine parameters of its norms that are not ones and zeros: normal, weights
+    around `weight`, biases around 0."""
+    for child in module.modules():
+        if isinstance(child, nn.GroupNorm) and child.affine:
+            nn.init.normal_(child.weight, weight, deviation)
+            nn.init.normal_(child.bias, 0, deviation)
+    return module
 
 
 def is_channels_last(tensor: Tensor) -> bool:

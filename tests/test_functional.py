@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fusing import BACKWARD, FORWARD, gradients, image, randomised, takes
-from reference import calls, floor, is_channels_last, lay_out, override_off
+from fusing import BACKWARD, FORWARD, gradients, image, takes
+from reference import calls, floor, is_channels_last, lay_out, override_off, randomised
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -22,10 +22,9 @@ from fusing import (
     check_left,
     gradients,
     image,
-    randomised,
     takes,
 )
-from reference import calls, lay_out, override_off
+from reference import calls, lay_out, override_off, randomised
 from torch import Tensor, nn
 
 import gn_override

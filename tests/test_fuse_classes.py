@@ -22,11 +22,10 @@ from fusing import (
     check_left,
     gradients,
     image,
-    randomised,
     takes,
 )
 from processes import run_python
-from reference import calls
+from reference import calls, randomised
 from torch import Tensor, nn
 
 import gn_override

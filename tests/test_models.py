@@ -18,6 +18,7 @@ from reference import (
     floor,
     max_error,
     override_off,
+    randomised,
 )
 from torch import Tensor, nn
 
@@ -163,11 +164,7 @@ def test_network(device, name, dtype):
     """Forward and one training step, on against off, both against float64."""
     build, shape = NETWORKS[name]
     last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    net = build().to(device, dtype, memory_format=last)
-    for module in net.modules():
-        if isinstance(module, nn.GroupNorm):
-            nn.init.normal_(module.weight, 1, 0.1)
-            nn.init.normal_(module.bias, 0, 0.1)
+    net = randomised(build().to(device, dtype, memory_format=last), weight=1, deviation=0.1)
     norms = sum(isinstance(module, nn.GroupNorm) for module in net.modules())
     image = torch.randn(shape).to(device, dtype).to(memory_format=last)
     with torch.no_grad():

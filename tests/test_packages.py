@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from reference import BACKWARD, FORWARD, calls, lay_out, max_error, override_off
+from reference import BACKWARD, FORWARD, calls, lay_out, max_error, override_off, randomised
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -255,12 +255,9 @@ def laid_out(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(params=MODELS)
 def sample(request: pytest.FixtureRequest, device: str) -> Sample:
-    """A model with parameters of no norm at 0 and 1, on the device."""
+    """A model on the device, whose norms have parameters other than ones and zeros."""
     net, inputs = MODELS[request.param]()
-    for module in net.modules():
-        if isinstance(module, nn.GroupNorm) and module.affine:
-            nn.init.normal_(module.weight, 1, 0.1)
-            nn.init.normal_(module.bias, 0, 0.1)
+    for module in randomised(net, weight=1, deviation=0.1).modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         if isinstance(module, nn.modules.conv._ConvNd):  # not all of float64 keep the layout
