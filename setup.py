@@ -45,6 +45,7 @@ SOURCES = [
     "native/binding/control.cpp",
     "native/binding/cpu.cpp",
     "native/binding/generated/register.cpp",
+    "native/binding/output_allocator.cpp",
     "native/binding/plan_cache.cpp",
     "native/binding/state.cpp",
 ]

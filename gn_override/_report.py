@@ -70,6 +70,7 @@ class Report:
     backends: tuple[str, ...]  # "cpu", "cuda"
     gpus: tuple[str, ...]  # names and compute capabilities of the visible GPUs
     cpu_instruction_set: str  # what the CPU kernels use on this machine
+    kept_bytes: int  # of freed CPU outputs, for later ones
     compiler: str
     owners: tuple[Owner, ...]
     calls: Mapping[str, int]  # "native_group_norm cuda two_pass" -> calls that our kernels ran
@@ -87,12 +88,13 @@ class Report:
             if self.autocast == "preserve"
             else "float32 from half precision on CUDA, as PyTorch's"
         )
+        kept = f", {self.kept_bytes / 1e6:.0f} MB kept for outputs" if self.kept_bytes else ""
         lines = [
             f"gn_override {self.version}: {'on' if self.enabled else 'off'}",
             f"built     torch {self.torch_built}, {cuda}, {self.compiler}",
             f"running   torch {self.torch_running}, CUDA {self.cuda_running or 'none'}",
             f"GPUs      {', '.join(self.gpus) or 'none'}",
-            f"CPU       {self.cpu_instruction_set} kernels",
+            f"CPU       {self.cpu_instruction_set} kernels{kept}",
             f"Inductor  {inductor}",
             f"autocast  {autocast}",
             "",
@@ -140,6 +142,7 @@ def report() -> Report:
         backends=tuple(built["backends"]),
         gpus=tuple(gpus),
         cpu_instruction_set=native.get("cpu_instruction_set", "?"),
+        kept_bytes=torch.ops.gn_override.kept_bytes(),
         compiler=native.get("compiler", "?"),
         owners=tuple(owner for op in keys for owner in _owners(op, keys[op])),
         calls=ours,

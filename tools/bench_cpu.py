@@ -7,18 +7,18 @@
 Each round gives everything a turn of some calls: y.copy_(x) of the channels-last tensor, the same
 to a tensor that is allocated for it, stock on NCHW tensors, stock on channels-last ones and ours on
 the same; forward (under no_grad) and forward plus autograd's backward to X, gamma and beta, results
-allocated by the call, which from 32 MB on can cost more than what is computed. The first call of a
-turn, which finds the caches full of the turn before, is not counted. Figures are medians in
-milliseconds over the calls; the results file has the least times too, which other load on the
-machine disturbs less. Before it is timed, each case is checked against fp64 with the test suite's
-bound.
+allocated by the call. The first call of a turn, which finds the caches full of the turn before, is
+not counted. Figures are medians in milliseconds over the calls; the results file has the least
+times too, which other load on the machine disturbs less. Before it is timed, each case is checked
+against fp64 with the test suite's bound.
 
 With --moved, moved_cpu.cpp has a turn too, which is built with the compiler of the machine: ours
 without the arithmetic, two reads of X and a write of Y in the same order. "moved" is its time.
 
 Each case runs in a process of its own, in which results of up to 32 MB mostly get the memory of the
-call before and larger ones new pages from the system: what glibc comes to in a long run. How far it
-has come would otherwise depend on what ran before.
+call before, as glibc comes to do in a long run: how far it has come would otherwise depend on what
+ran before. From 32 MB on stock's get new pages from the system, which can cost more than what is
+computed, and ours the memory of the call before (native/binding/output_allocator.h).
 """
 
 from __future__ import annotations
@@ -126,8 +126,10 @@ def measure(
     if moved:
         torch.ops.load_library(moved)
         move = torch.ops.gn_override_tools.moved
-        assert torch.equal(move(inputs.X, inputs.groups), inputs.X)
-        steps["moved"] = lambda: move(inputs.X, inputs.groups)
+        Y = torch.empty_like(inputs.X)
+        move(inputs.X, Y, inputs.groups)
+        assert torch.equal(Y, inputs.X)
+        steps["moved"] = lambda: move(inputs.X, Y, inputs.groups)
     times = _bench.time_rounds(steps, seconds)
     row["calls"] = min(len(values) for values in times.values())
     for kind, figure in (("median", statistics.median), ("least", min)):

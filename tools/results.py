@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 # What changes the kernels that are measured.
-ENVIRONMENT = ("GN_OVERRIDE_WHOLE_CHIP",)
+ENVIRONMENT = ("GN_OVERRIDE_WHOLE_CHIP", "GN_OVERRIDE_KEEP_MEMORY")
 # Options that name a folder or a file of the machine.
 PLACES = ("--folder", "--plot", "--roofline", "--log", "--pytorch")
 

@@ -14,6 +14,7 @@
 #include "native/binding/activation.h"
 #include "native/binding/classify.h"
 #include "native/binding/devices.h"
+#include "native/binding/output_allocator.h"
 #include "native/binding/state.h"
 #include "native/cpu/cpu.h"
 #include "native/plan/names.h"
@@ -77,6 +78,14 @@ PlanningDevice planning_device(DeviceType type) {
   }
 #endif
   return {kH200, "an H200 (no GPU here)"};
+}
+
+bool set_enabled_op(bool on) {
+  const bool before = set_on(on);
+  if (!on) {
+    drop_kept_memory();
+  }
+  return before;
 }
 
 bool set_cpu_instruction_set_op(std::string_view name) {
@@ -240,11 +249,12 @@ std::string build_info() {
 }
 
 TORCH_LIBRARY(gn_override, m) {
-  m.def("set_enabled(bool on) -> bool", set_on);
+  m.def("set_enabled(bool on) -> bool", set_enabled_op);
   m.def("is_enabled() -> bool", is_on);
   m.def(
       "set_autocast_preserves(bool preserves) -> bool", set_autocast_preserves);
   m.def("autocast_preserves() -> bool", autocast_preserves);
+  m.def("kept_bytes() -> int", kept_bytes);
   m.def("counters() -> Dict(str, int)", counters_op);
   m.def("reset_counters() -> ()", reset_counters);
   m.def(

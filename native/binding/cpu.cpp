@@ -9,6 +9,7 @@
 #include "native/binding/activation.h"
 #include "native/binding/devices.h"
 #include "native/binding/generated/kernels.h"
+#include "native/binding/output_allocator.h"
 #include "native/binding/plan_cache.h"
 #include "native/cpu/cpu.h"
 
@@ -50,7 +51,13 @@ struct CPUBackend {
       at::IntArrayRef strides,
       at::ScalarType type,
       const at::Tensor&) {
-    return at::Tensor(at::detail::empty_strided_cpu(sizes, strides, type));
+    return at::Tensor(
+        at::detail::empty_strided_generic(
+            sizes,
+            strides,
+            output_allocator(),
+            c10::DispatchKeySet(c10::DispatchKey::CPU),
+            type));
   }
 
   // Stock's CPU kernels use eps as it is given.
