@@ -85,6 +85,81 @@ __device__ __forceinline__ void sum_by_whole_chip(
   }
 }
 
+// The maps of the block's first `count` channels, which have a place more than
+// channels, so that columns start at different banks.
+template <typename TY, int kVector, typename Acc, typename MomentsOf>
+__device__ __forceinline__ void make_maps(
+    const Shape& shape,
+    const Tiling& tiling,
+    const Item<kVector>& item,
+    int count,
+    MomentsOf moments_of,
+    const Acc* weights,
+    const Acc* biases,
+    Pair<Acc>* maps) {
+  for (int c = threadIdx.x; c < count; c += blockDim.x) {
+    const Pair<Acc> moment =
+        moments_of(shape.D.quotient(item.first_channel + c));
+    const int place = parameter_place<kVector>(tiling, c);
+    maps[c / kVector * (kVector + 1) + c % kVector] = channel_map<TY>(
+        moment.first, moment.second, weights[place], biases[place]);
+  }
+}
+
+// Gives the exchange what this split has of each of the first `groups` groups:
+// the sums over its D channels, a part by each warp of the run that takes it.
+template <int kVector, typename Acc, typename Exchange>
+__device__ __forceinline__ void put_parts(
+    const Runs& runs,
+    int groups,
+    const Item<kVector>& item,
+    int split,
+    int D,
+    const Pair<Acc>* channels,
+    Exchange& exchange) {
+  runs.deal(groups, [&](int g, int lane, bool valid) {
+    Acc sum[2] = {0, 0};
+    for (int i = lane; i < D; i += runs.lanes) {
+      const Pair<Acc> channel = channels[g * D + i];
+      sum[0] += channel.first;
+      sum[1] += channel.second;
+    }
+    sum_lanes(sum, runs.lanes);
+    if (valid) {
+      exchange.put(
+          g * item.parts + split * item.parts_of_block + lane / kWarpSize,
+          {sum[0], sum[1]},
+          lane % kWarpSize,
+          min(runs.lanes, kWarpSize));
+    }
+  });
+}
+
+// total[g] = per_group * (sum gamma dZ xhat, sum gamma dZ) of the first
+// `groups` groups, from the parts of all splits.
+template <int kHeld, typename Acc>
+__device__ __forceinline__ void sum_parts(
+    const Runs& runs,
+    int groups,
+    int parts,
+    const Pair<Acc>* slots,
+    Acc per_group,
+    Pair<Acc>* total) {
+  runs.deal(groups, [&](int g, int lane, bool valid) {
+    Acc sum[2] = {0, 0};
+#pragma unroll(kHeld)
+    for (int i = lane; i < parts; i += runs.lanes) {
+      const Pair<Acc> part = slots[g * parts + i];
+      sum[0] += part.first;
+      sum[1] += part.second;
+    }
+    sum_lanes(sum, runs.lanes);
+    if (lane == 0 && valid) {
+      total[g] = {sum[0] * per_group, sum[1] * per_group};
+    }
+  });
+}
+
 // dX unless it is null, and unless `sums` is null, sums[n][split][c] =
 // (sum dZ xhat, sum dZ), from which a cluster leaves dgamma and dbeta to
 // parameter_gradients. per_group and of_chip: as forward.
@@ -130,8 +205,7 @@ __global__ void __launch_bounds__(
   auto* const total = reinterpret_cast<Pair<Acc>*>(shared + layout.total);
   auto* const moments = reinterpret_cast<Pair<Acc>*>(shared + layout.moments);
   auto* const weights = reinterpret_cast<Acc*>(shared + layout.parameters);
-  // What an activation needs. Maps have a place more than channels, so that
-  // columns start at different banks.
+  // What an activation needs.
   auto* const biases = weights + tiling.columns.divisor() * kVector;
   auto* const maps = reinterpret_cast<Pair<Acc>*>(shared + layout.maps);
   const auto* const own_maps = maps + at.column * (kVector + 1);
@@ -213,14 +287,15 @@ __global__ void __launch_bounds__(
       return moments[group - item.first_group];
     };
     if constexpr (kFused) {
-      const int count = exists ? item.channels : 0;
-      for (int c = threadIdx.x; c < count; c += blockDim.x) {
-        const Pair<Acc> moment =
-            moments_of(shape.D.quotient(item.first_channel + c));
-        const int place = parameter_place<kVector>(tiling, c);
-        maps[c / kVector * (kVector + 1) + c % kVector] = channel_map<TY>(
-            moment.first, moment.second, weights[place], biases[place]);
-      }
+      make_maps<TY>(
+          shape,
+          tiling,
+          item,
+          exists ? item.channels : 0,
+          moments_of,
+          weights,
+          biases,
+          maps);
       __syncthreads();
     }
     // The maps stay in shared memory: there are no registers left for them.
@@ -285,26 +360,17 @@ __global__ void __launch_bounds__(
             }
           }
         });
-    const int D = shape.D.divisor();
     const Runs segments(tiling.lanes_per_segment);
     __syncthreads();
 
-    segments.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
-      Acc sum[2] = {0, 0};
-      for (int i = lane; i < D; i += segments.lanes) {
-        const Pair<Acc> channel = channels[g * D + i];
-        sum[0] += channel.first;
-        sum[1] += channel.second;
-      }
-      sum_lanes(sum, segments.lanes);
-      if (valid) {
-        exchange.put(
-            g * item.parts + at.split * item.parts_of_block + lane / kWarpSize,
-            {sum[0], sum[1]},
-            lane % kWarpSize,
-            min(segments.lanes, kWarpSize));
-      }
-    });
+    put_parts(
+        segments,
+        exists ? item.groups : 0,
+        item,
+        at.split,
+        shape.D.divisor(),
+        channels,
+        exchange);
     // Ahead of the wait, so that it hides them.
     Acc weight[kVector] = {};
     if (at.active) {
@@ -316,19 +382,13 @@ __global__ void __launch_bounds__(
     const Runs runs(tiling.lanes_per_exchange);
     exchange.wait();
 
-    runs.deal(exists ? item.groups : 0, [&](int g, int lane, bool valid) {
-      Acc sum[2] = {0, 0}; // of gamma dZ xhat, gamma dZ
-#pragma unroll(kHeldParts<kWholeChip>)
-      for (int i = lane; i < item.parts; i += runs.lanes) {
-        const Pair<Acc> part = exchange.slots[g * item.parts + i];
-        sum[0] += part.first;
-        sum[1] += part.second;
-      }
-      sum_lanes(sum, runs.lanes);
-      if (lane == 0 && valid) {
-        total[g] = {sum[0] * per_group, sum[1] * per_group};
-      }
-    });
+    sum_parts<kHeldParts<kWholeChip>>(
+        runs,
+        exists ? item.groups : 0,
+        item.parts,
+        exchange.slots,
+        per_group,
+        total);
     __syncthreads();
     const int64_t next_offset = offset +
         waves.samples.divisor() * shape.HxW * static_cast<int64_t>(shape.C);
