@@ -70,7 +70,7 @@ class Report:
     backends: tuple[str, ...]  # "cpu", "cuda"
     gpus: tuple[str, ...]  # names and compute capabilities of the visible GPUs
     cpu_instruction_set: str  # what the CPU kernels use on this machine
-    kept_bytes: int  # of freed CPU outputs, for later ones
+    kept_bytes: int  # of freed CPU outputs for later ones, those that the system took included
     compiler: str
     owners: tuple[Owner, ...]
     calls: Mapping[str, int]  # "native_group_norm cuda two_pass" -> calls that our kernels ran
@@ -88,7 +88,7 @@ class Report:
             if self.autocast == "preserve"
             else "float32 from half precision on CUDA, as PyTorch's"
         )
-        kept = f", {self.kept_bytes / 1e6:.0f} MB kept for outputs" if self.kept_bytes else ""
+        kept = f", up to {self.kept_bytes / 1e6:.0f} MB kept for outputs" if self.kept_bytes else ""
         lines = [
             f"gn_override {self.version}: {'on' if self.enabled else 'off'}",
             f"built     torch {self.torch_built}, {cuda}, {self.compiler}",

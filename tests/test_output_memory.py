@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import re
+import resource
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,10 +20,21 @@ from torch.profiler import ProfilerActivity, profile
 
 import gn_override
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is kept elsewhere")
-
 MB = 1 << 20
 LEAST = 32 * MB  # from here on glibc takes each block from the system
+ROOM = os.sysconf("SC_PHYS_PAGES") // 16 * os.sysconf("SC_PAGE_SIZE")
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="nothing is kept elsewhere"),
+    pytest.mark.skipif(ROOM < 8 * LEAST, reason="this machine has too little memory"),
+    pytest.mark.skipif(
+        os.environ.get("GN_OVERRIDE_KEEP_MEMORY") == "0", reason="nothing is kept, as asked for"
+    ),
+    pytest.mark.skipif(
+        any(resource.getrlimit(of)[0] >= 0 for of in (resource.RLIMIT_AS, resource.RLIMIT_DATA)),
+        reason="nothing is kept where the address space is limited",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +66,19 @@ def of_bytes(count: int) -> torch.Tensor:
 
 def norm(X: torch.Tensor) -> torch.Tensor:
     return F.group_norm(X, 4)
+
+
+def run_here(tmp_path: Path, *lines: str, **environ: str) -> str:
+    """What a program prints that has X, norm and kept, in a process of its own."""
+    start = (
+        "import os, resource, torch, gn_override",
+        "from torch.nn.functional import group_norm",
+        "torch.set_num_threads(1)  # its pool does not survive a fork",
+        "kept = torch.ops.gn_override.kept_bytes",
+        "X = torch.randn(1, 64, 2048, 64).to(memory_format=torch.channels_last)",
+        "norm = lambda: group_norm(X, 4)",
+    )
+    return run_python("-c", "\n".join(start + lines), cwd=tmp_path, **environ).stdout
 
 
 def lent(tensor: torch.Tensor | tuple[int, int]) -> int:
@@ -144,17 +169,13 @@ def test_the_system_may_have_it():
 
 
 def test_a_sixteenth_of_the_memory_at_most():
-    room = os.sysconf("SC_PHYS_PAGES") // 16 * os.sysconf("SC_PAGE_SIZE")
-    size = max(room // 5, LEAST)
-    if room < 4 * size:
-        pytest.skip("a machine of little memory")
-    outputs = [of_bytes(size + page) for page in range(7)]
+    outputs = [of_bytes(ROOM // 5 + more) for more in range(7)]
     sizes = [Y.untyped_storage().nbytes() for Y in outputs]
     while outputs:
         del outputs[0]
-    fit = next(count for count in range(1, 8) if sum(sizes[-count - 1 :]) > room)
+    fit = next(count for count in range(1, 8) if sum(sizes[-count - 1 :]) > ROOM)
     assert kept() == sum(sizes[-fit:])  # the latest
-    Y = of_bytes(room + 1)
+    Y = of_bytes(ROOM + 1)
     before = kept()
     del Y
     assert kept() == before
@@ -197,15 +218,10 @@ def test_a_mapping_that_is_given_back_is_gone():
 
 
 def test_not_by_request(tmp_path):
-    program = (
-        "import torch, gn_override\n"
-        "X = torch.randn(1, 64, 2048, 64).to(memory_format=torch.channels_last)\n"
-        "torch.nn.functional.group_norm(X, 4)\n"
-        "print(gn_override.report().calls, torch.ops.gn_override.kept_bytes())"
-    )
     for value, expected in (("0", 0), ("1", LEAST)):
-        done = run_python("-c", program, cwd=tmp_path, GN_OVERRIDE_KEEP_MEMORY=value)
-        assert done.stdout == f"{{'native_group_norm cpu channels_last': 1}} {expected}\n"
+        program = "norm(); print(gn_override.report().calls, kept())"
+        printed = run_here(tmp_path, program, GN_OVERRIDE_KEEP_MEMORY=value)
+        assert printed == f"{{'native_group_norm cpu channels_last': 1}} {expected}\n"
 
 
 def memory_events(X: torch.Tensor, made_before: bool) -> list[int]:
@@ -239,22 +255,60 @@ def test_poison_is_not_evaded(poison):
 
 
 def test_from_several_threads():
-    X = make_input()
-    expected = norm(X)
-    wrong = []
+    """Each has what is its own, and in the end as many blocks are there as were in use at once."""
+    inputs = [make_input() for _ in range(4)]
+    expected = [norm(X) for X in inputs]
+    right = []
 
-    def run() -> None:
+    def run(X: torch.Tensor, expected: torch.Tensor) -> None:
         for _ in range(6):
-            if not torch.equal(norm(X), expected):
-                wrong.append(threading.current_thread().name)
+            right.append(torch.equal(norm(X), expected))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
+    threads = [
+        threading.Thread(target=run, args=both) for both in zip(inputs, expected, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
-    assert 0 < kept() <= 4 * X.nbytes
+    assert len(right) == 24 and all(right)
+    assert 0 < kept() <= 4 * LEAST
+
+
+def test_a_fork_ends_the_keeping_of_what_was_there(tmp_path):
+    """The system could not have pages that two processes share."""
+    printed = run_here(
+        tmp_path,
+        "norm(); before = norm(); norm()",
+        "assert kept() == X.nbytes",
+        "child = os.fork()",
+        "assert kept() == 0",
+        "expected = before.sum()",
+        "del before",
+        "assert kept() == 0",
+        "after = norm()",
+        "assert after.sum() == expected",
+        "del after",
+        "assert kept() == X.nbytes",
+        "if child: assert os.waitpid(child, 0)[1] == 0; print('both')",
+        "else: os._exit(0)",
+    )
+    assert printed == "both\n"
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_not_where_addresses_are_counted(tmp_path, limit):
+    printed = run_here(
+        tmp_path,
+        "before = norm(); norm()",
+        "assert kept() == X.nbytes",
+        f"resource.setrlimit(resource.{limit}, (1 << 45, 1 << 45))",
+        "del before",
+        "print(kept() == X.nbytes)",
+        "with gn_override.disabled(): print(kept())",
+        "norm(); print(kept())",
+    )
+    assert printed.split() == ["True", "0", "0"]
 
 
 def test_storages_do_what_they_do_in_pytorch():

@@ -14,14 +14,18 @@ namespace gn_override::binding {
 // as long as the norm does.
 //
 // The system may have the pages of what is kept back whenever it runs short,
-// without a word (Linux's MADV_FREE; elsewhere nothing is kept).
+// without a word (Linux's MADV_FREE; elsewhere nothing is kept). It cannot have
+// those that a forked process shares, so a fork ends the keeping of all blocks
+// that were there.
 //
-// Nothing is kept or served while the override is off, in a thread whose memory
-// is profiled, where PyTorch is to fill what it allocates, or with
-// GN_OVERRIDE_KEEP_MEMORY=0 in the environment.
+// Nothing is kept or served while the override is off, where memory that is
+// kept could be missed all the same (a limit on the address space, memory that
+// is not overcommitted), in a thread whose memory is profiled, where PyTorch is
+// to fill what it allocates, or with GN_OVERRIDE_KEEP_MEMORY=0 in the
+// environment.
 c10::Allocator* output_allocator();
 
-// Bytes that are kept.
+// Bytes that are kept, those that the system took included.
 int64_t kept_bytes();
 
 // Gives all of it back.

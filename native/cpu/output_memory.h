@@ -25,8 +25,9 @@ constexpr int64_t kLeastStreamedDX = 8 << 20;
 constexpr int64_t kLeastAsked = 4 << 20;
 
 // Whether the pages in an output's middle are still to come. A large output is
-// often memory that the process has just got: nearly always from 32 MB on,
-// where glibc maps each anew, and below whenever the heap was trimmed.
+// often memory that the process has just got: from 32 MB on, where glibc maps
+// each anew, unless it is one that was kept, and below whenever the heap was
+// trimmed.
 inline bool is_new(void* output, int64_t bytes) {
 #if defined(__linux__)
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
