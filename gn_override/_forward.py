@@ -21,31 +21,32 @@ attributes; a recording of one path would not be.
 """
 
 from __future__ import annotations
-import __future__
 
 import ast
 import builtins
 import copy
 import functools
-import inspect
-import os
-import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from gn_override import _activations
+from gn_override._source import (
+    Unreadable,
+    definition_of,
+    is_from,
+    names_bound_in,
+    path_of,
+    symbols,
+    target_of,
+)
 
 # A part of a run: number of the run in the source, first and last step.
 Part = tuple[int, int, int]
-
-
-class Unreadable(Exception):
-    """Why a forward cannot be written again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,83 +118,6 @@ def read(function: Any) -> Forward:
     return Forward(function)
 
 
-def depends_on_class(function: FunctionType, is_class_method: bool = False) -> bool:
-    """Whether a method may do something else in a subclass.
-
-    Nothing may store to the class of an object, or pass it to super(), which would find the method
-    itself again. What the method does with its own object's class has to be among what a subclass
-    that adds a forward answers like its base: attributes and calls of it, texts. That leaves out
-    comparisons, keys of tables, isinstance() and other functions. A class method, whose class is
-    often passed on, may do these.
-    """
-    named = names(function.__code__)
-    if not is_class_method and not named & {"type", "__class__"}:
-        return False
-    try:
-        _, definition = _definition(function.__code__)
-    except Unreadable:
-        return "super" in named
-    nodes = list(ast.walk(definition))
-    first = function.__code__.co_varnames[0] if function.__code__.co_argcount else ""
-    # Variables that hold the class of an object, and those that hold the class of this one.
-    variables = {first} if is_class_method else set()
-    own_variables: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Assign) and _is_class(node.value) and (target := _target(node)):
-            variables.add(target)
-            if _is_class(node.value, of=first):
-                own_variables.add(target)
-
-    for node in nodes:
-        for child in ast.iter_child_nodes(node):
-            variable = child.id if isinstance(child, ast.Name) else ""
-            if (_is_class(child) or variable in variables) and _changes_class(node, child):
-                return True
-            if isinstance(child, ast.Name) and not isinstance(child.ctx, ast.Load):
-                continue
-            if (
-                not is_class_method
-                and (_is_class(child, of=first) or variable in own_variables)
-                and not _is_inherited(node, child)
-            ):
-                return True
-    return False
-
-
-def _changes_class(use: ast.AST, kind: ast.AST) -> bool:
-    """Whether a use of an expression for a class stores to that class, or is super()'s."""
-    if isinstance(use, ast.Attribute):
-        return not isinstance(use.ctx, ast.Load)
-    return _passes_first(use, kind, {"super", "setattr", "delattr"})
-
-
-def _is_inherited(use: ast.AST, kind: ast.AST) -> bool:
-    """Whether a use of an expression for a class has the same result for a subclass."""
-    if isinstance(use, ast.Attribute):
-        return use.attr not in _OF_CLASS_ALONE
-    if isinstance(use, ast.Call) and use.func is kind:
-        return True
-    if isinstance(use, ast.Assign):
-        return bool(_target(use))
-    return isinstance(use, (ast.FormattedValue, ast.Expr)) or _passes_first(
-        use, kind, {"getattr", "hasattr", "issubclass", "print", "repr", "str"}
-    )
-
-
-def _passes_first(use: ast.AST, value: ast.AST, functions: set[str]) -> bool:
-    """Whether this is a call of one of these functions, with the value as its first argument."""
-    return (
-        isinstance(use, ast.Call)
-        and isinstance(use.func, ast.Name)
-        and use.func.id in functions
-        and use.args[:1] == [value]
-    )
-
-
-# Attributes of a class that none inherits, or that lead to its bases.
-_OF_CLASS_ALONE = {"__base__", "__bases__", "__dict__", "__mro__", "__subclasses__", "mro"}
-
-
 class Forward:
     """The source of a forward, its runs, and the attributes of the module that it names."""
 
@@ -201,7 +125,7 @@ class Forward:
         if not isinstance(function, FunctionType):
             raise Unreadable("is no Python function")
         # Of the code that runs: a function may say that it wraps another.
-        file, definition = _definition(function.__code__)
+        file, definition = definition_of(function.__code__)
         if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
             raise Unreadable("is decorated, or no plain function")
         if set(function.__code__.co_freevars) - {"__class__"}:
@@ -214,10 +138,10 @@ class Forward:
         definition = _Unannotated().visit(definition)
         self._function = function
         made = self._make(definition, run=None).__code__
-        if not _is_from(function.__code__, file) or _symbols(made) != _symbols(function.__code__):
+        if not is_from(function.__code__, file) or symbols(made) != symbols(function.__code__):
             raise Unreadable("is not what its source says")
         steps = _Steps(function)
-        paths = [_path(node) for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
+        paths = [path_of(node) for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
         self.attributes = [path[1] for path in paths if path and path[0] == steps.self]
         _Joiner(steps).definition(definition)
         self._definition = definition
@@ -268,8 +192,6 @@ _GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))[1:]
 # With these a function may use a variable that its source does not read.
 _SEES_VARIABLES = {"eval", "exec", "locals", "vars"}
 
-# `from __future__ import annotations`, which a notebook may have in an earlier cell.
-_ANNOTATIONS = __future__.annotations.compiler_flag
 
 # A statement that a run can end in.
 _Ending = ast.Assign | ast.Return
@@ -284,89 +206,6 @@ class _Assigned(ast.NamedExpr):
     So a run has the steps of several statements. Those that are not joined become statements again:
     a step may change what the one after it is.
     """
-
-
-def _definition(code: CodeType) -> tuple[str, ast.stmt]:
-    """The source of the file that code is from, and what defines that code. Raises Unreadable."""
-    try:
-        lines, position = inspect.findsource(code)
-        block = inspect.getblock(lines[position:])
-        # A method is indented; to dedent it would change its docstring.
-        head = "if True:\n" if block[0][0].isspace() else "\n"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import has said them
-            tree = ast.parse(head + "".join(block))
-    except (OSError, TypeError, SyntaxError):
-        raise Unreadable("has no source that can be read") from None
-    ast.increment_lineno(tree, position - 1)
-    first = tree.body[0]
-    return "".join(lines), first.body[0] if isinstance(first, ast.If) else first
-
-
-def _is_from(code: CodeType, file: str) -> bool:
-    """Whether this is what the source of a file compiles to: it may be edited after the import."""
-    flags = code.co_flags & _ANNOTATIONS
-    return code in _compiled(file, flags, notebook=not os.path.exists(code.co_filename))
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(file: str, flags: int, notebook: bool) -> frozenset[CodeType]:
-    """All code in the source of a file; notebooks compile each statement alone, which differs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        make = functools.partial(
-            compile, filename="<file>", mode="exec", flags=flags, dont_inherit=True
-        )
-        try:
-            codes = [make(file)]
-            if notebook:
-                statements = ast.parse(file).body
-                codes += [make(ast.Module([each], type_ignores=[])) for each in statements]
-        except (SyntaxError, ValueError):
-            codes = []
-    return frozenset(inner for code in codes for inner in _code_in(code))
-
-
-def _code_in(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions, classes and comprehensions in it."""
-    yield code
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _code_in(value)
-
-
-def names(code: CodeType) -> set[str]:
-    """The global variables and attributes that code and what is in it names."""
-    return {name for inner in _code_in(code) for name in inner.co_names}
-
-
-def _is_class(expression: ast.AST, of: str | None = None) -> bool:
-    """`self.__class__` or `type(self)`, of any object or of a variable."""
-    if isinstance(expression, ast.Attribute) and expression.attr == "__class__":
-        owner = expression.value
-    elif (
-        isinstance(expression, ast.Call)
-        and _path(expression.func) == ["type"]
-        and len(expression.args) == 1
-    ):
-        owner = expression.args[0]
-    else:
-        return False
-    return of is None or _path(owner) == [of]
-
-
-def _symbols(code: CodeType) -> tuple[Any, ...]:
-    """What code names and holds, and the code in it; its instructions depend on the module around
-    it. A class around it changes private names."""
-    inner = [value for value in code.co_consts if isinstance(value, CodeType)]
-    # Python 3.10 holds the qualified names of these, which depend on it as well.
-    names = tuple(f".<locals>.{value.co_name}" for value in inner)
-    constants = [
-        (type(value), _symbols(value) if isinstance(value, CodeType) else value)
-        for value in code.co_consts
-        if not (isinstance(value, str) and value.endswith(names))
-    ]
-    return code.co_names, code.co_varnames, constants
 
 
 def _drop_defaults(definition: ast.FunctionDef) -> None:
@@ -390,21 +229,6 @@ class _Unannotated(ast.NodeTransformer):
         return ast.copy_location(assign, statement)
 
 
-def _names_bound_in(code: CodeType) -> set[str]:
-    """The variables of the functions and comprehensions inside a function."""
-    _, *inside = _code_in(code)
-    return {name for inner in inside for name in (*inner.co_varnames, *inner.co_cellvars)}
-
-
-def _path(expression: ast.expr) -> list[str]:
-    """["self", "block", "norm"] of `self.block.norm`; empty for anything else."""
-    if isinstance(expression, ast.Name):
-        return [expression.id]
-    if isinstance(expression, ast.Attribute) and (path := _path(expression.value)):
-        return [*path, expression.attr]
-    return []
-
-
 class _Steps:
     """Finds steps in expressions of a forward."""
 
@@ -413,17 +237,17 @@ class _Steps:
         self.self = code.co_varnames[0] if code.co_argcount else ""
         self.locals = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         self.shared = {*code.co_cellvars, *code.co_freevars}  # with functions inside
-        self.bound = {*self.locals, *_names_bound_in(code)}  # there or in functions inside
+        self.bound = {*self.locals, *names_bound_in(code)}  # there or in functions inside
         self.globals = function.__globals__
 
     def step(self, call: ast.expr) -> Step | None:
         """What an expression calls as a step, on _operand(call)."""
         if isinstance(call, ast.BinOp):
-            added = isinstance(call.op, ast.Add) and _path(call.right)
+            added = isinstance(call.op, ast.Add) and path_of(call.right)
             return Step("+") if added else None
         if not isinstance(call, ast.Call):
             return None
-        function, path = call.func, _path(call.func)
+        function, path = call.func, path_of(call.func)
         if isinstance(function, ast.Attribute) and not call.args and not call.keywords:
             method = ActivationCall(function.attr)
             return Step(f".{function.attr}", call=method) if method.activation() else None
@@ -443,7 +267,7 @@ class _Steps:
                 return None
         if called is F.group_norm:
             keywords = {keyword.arg for keyword in call.keywords}
-            plain = all(_path(value) or isinstance(value, ast.Constant) for value in extra)
+            plain = all(path_of(value) or isinstance(value, ast.Constant) for value in extra)
             fit = len(extra) <= len(_GROUP_NORM_FIELDS) and keywords <= {*_GROUP_NORM_FIELDS}
             return Step(source) if plain and fit else None
         try:
@@ -470,12 +294,12 @@ class _Steps:
         if not isinstance(statement, _Ending) or statement.value is None:
             return ""
         start, steps = self.run(statement.value)
-        fits = steps and (isinstance(statement, ast.Return) or _target(statement))
+        fits = steps and (isinstance(statement, ast.Return) or target_of(statement))
         return start.id if fits and isinstance(start, ast.Name) else ""
 
     def result(self, statement: ast.stmt) -> str:
         """The local variable that a statement assigns from a step; "" if it does not."""
-        target = _target(statement)
+        target = target_of(statement)
         if target in self.shared or target not in self.locals:
             return ""
         assert isinstance(statement, ast.Assign)
@@ -500,14 +324,6 @@ def _set_operand(call: _Call, operand: ast.expr) -> None:
     else:
         assert isinstance(call.func, ast.Attribute)
         call.func.value = operand
-
-
-def _target(statement: ast.stmt) -> str:
-    """The one variable that a statement assigns; "" if it does anything else."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else ""
-    return ""
 
 
 class _Joiner:
@@ -560,7 +376,7 @@ class _Joiner:
                 and _reads(following, name) == 1  # by the step alone
                 and (
                     isinstance(following, ast.Return)
-                    or _target(following) == name
+                    or target_of(following) == name
                     or _reads(definition, name) == 1
                 )
             ):
