@@ -103,10 +103,12 @@ def test_serves_the_next_output_of_its_size():
     first = norm(X)
     expected, area = first.clone(), area_of(first)
     del first
-    assert kept() == X.nbytes
+    assert kept() == gn_override.report().kept_bytes == X.nbytes
+    assert "kernels, up to 34 MB kept for outputs\n" in str(gn_override.report())
     again = norm(X)
     assert area_of(again) == area
     assert kept() == 0
+    assert "kept" not in str(gn_override.report())
     assert torch.equal(again, expected)
 
 

@@ -9,9 +9,9 @@ namespace gn_override::binding {
 
 // PyTorch's allocator, with a memory: blocks of 32 MB and more stay with the
 // process when they are freed, while there is room, and serve later requests
-// of as many bytes. From that size on glibc takes each block from the system
-// and gives it back at once, and to fill new pages with zeros takes the system
-// as long as the norm does.
+// of as many bytes. From that size on glibc, if nobody tells it otherwise,
+// takes each block from the system and gives it back at once, and to fill new
+// pages with zeros takes the system as long as the norm does.
 //
 // The system may have the pages of what is kept back whenever it runs short,
 // without a word (Linux's MADV_FREE; elsewhere nothing is kept). It cannot have
