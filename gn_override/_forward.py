@@ -192,7 +192,6 @@ _GROUP_NORM_FIELDS = tuple(field.name for field in fields(GroupNormCall))[1:]
 # With these a function may use a variable that its source does not read.
 _SEES_VARIABLES = {"eval", "exec", "locals", "vars"}
 
-
 # A statement that a run can end in.
 _Ending = ast.Assign | ast.Return
 

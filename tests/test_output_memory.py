@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import re
 import resource
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import mappings
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,17 +81,9 @@ def run_here(tmp_path: Path, *lines: str, **environ: str) -> str:
     return run_python("-c", "\n".join(start + lines), cwd=tmp_path, **environ).stdout
 
 
-def lent(tensor: torch.Tensor | tuple[int, int]) -> int:
+def lent(area: tuple[int, int]) -> int:
     """Bytes of the memory at these addresses that the system may take when it likes."""
-    begin, end = tensor if isinstance(tensor, tuple) else area_of(tensor)
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if area := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            first, last = (int(address, 16) for address in area.groups())
-            inside = first < end and begin < last
-        elif inside and line.startswith("LazyFree:"):
-            total += 1024 * int(line.split()[1])
-    return total
+    return 1024 * sum(int(fields["LazyFree"].split()[0]) for _, fields in mappings.areas(*area))
 
 
 def area_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -205,18 +197,10 @@ def test_a_mapping_that_is_given_back_is_gone():
     Y = norm(X)
     begin, _ = area_of(Y)
     del Y
-    page = f"{begin + 32 * MB:x}"
-
-    def is_mapped() -> bool:
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            first, last = line.split()[0].split("-")
-            if int(first, 16) <= int(page, 16) < int(last, 16):
-                return True
-        return False
-
-    assert is_mapped()
+    middle = begin + 32 * MB, begin + 32 * MB + 1
+    assert list(mappings.areas(*middle))
     with gn_override.disabled():
-        assert not is_mapped()
+        assert not list(mappings.areas(*middle))
 
 
 def test_not_by_request(tmp_path):

@@ -11,12 +11,11 @@ import copy
 import ctypes
 import json
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+import mappings
 import pytest
 import torch
 from reference import (
@@ -195,13 +194,8 @@ instruction_sets = pytest.mark.parametrize(
 def in_huge_pages(tensor: torch.Tensor) -> float:
     """The share of its memory for which the system was asked for huge pages."""
     begin = tensor.data_ptr()
-    end, asked, overlap = begin + tensor.nbytes, 0, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if area := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            first, last = (int(address, 16) for address in area.groups())
-            overlap = max(0, min(last, end) - max(first, begin))
-        elif line.startswith("VmFlags:") and "hg" in line.split():
-            asked += overlap
+    of_areas = mappings.areas(begin, begin + tensor.nbytes)
+    asked = sum(shared for shared, fields in of_areas if "hg" in fields["VmFlags"].split())
     return asked / tensor.nbytes
 
 

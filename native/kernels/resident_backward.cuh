@@ -85,8 +85,8 @@ __device__ __forceinline__ void sum_by_whole_chip(
   }
 }
 
-// The maps of the block's first `count` channels, which have a place more than
-// channels, so that columns start at different banks.
+// The maps of the block's first `count` channels. A column has a place more
+// than channels, so that columns start at different banks.
 template <typename TY, int kVector, typename Acc, typename MomentsOf>
 __device__ __forceinline__ void make_maps(
     const Shape& shape,
