@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [f"native/plan/{name}.cpp" for name in ("plan", "policy_cpu", "policy_cuda")]
 SOURCES += ["native/plan/estimates_cuda.cpp"]
 SOURCES += ["native/cpu/cpu.cpp", "native/cpu/kernels_baseline.cpp", "tests/cpu_driver.cpp"]
-FLAGS = ["-std=c++20", "-O1", "-g1", "-fno-sanitize-recover=all", f"-I{ROOT}"]
+FLAGS = ["-std=c++20", "-O0", "-g1", "-fno-sanitize-recover=all", f"-I{ROOT}"]
 DTYPES = ("float", "double", "half", "bfloat16")  # as native/plan/problem.h counts them
 
 pytestmark = pytest.mark.any_torch
