@@ -82,7 +82,7 @@ void copy(const void* X, void* Y, Chunk chunk, const Affine&) {
   int64_t done = 0;
   if constexpr (kCanStream<float>) {
     if (chunk.stream && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
-      done = run([](float* p, FloatVector v) { store_streaming(p, v); });
+      done = run([](auto* p, const auto& v) { store_streaming(p, v); });
       end_streaming();
     }
   }

@@ -282,32 +282,6 @@ channel_map(Acc mean, Acc rstd, Acc gamma, Acc beta) {
   return {scale, kFoldsMean<T> ? beta - mean * scale : beta};
 }
 
-// Those of a thread's channels.
-template <typename T, int kVector>
-struct ChannelMaps {
-  using Acc = Accumulator<T>;
-  Pair<Acc> maps[kVector];
-
-  // read(gamma, beta) fills in those of the channels.
-  template <typename Read>
-  __device__ ChannelMaps(
-      const Acc (&mean)[kVector],
-      const Acc (&rstd)[kVector],
-      Read read) {
-    Acc gamma[kVector];
-    Acc beta[kVector];
-    read(gamma, beta);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      maps[j] = channel_map<T>(mean[j], rstd[j], gamma[j], beta[j]);
-    }
-  }
-
-  __device__ Pair<Acc> operator()(int j) const {
-    return maps[j];
-  }
-};
-
 // dZ of dY for a thread's channels; map_of(j) is (scale, shift) of its j-th.
 template <typename T, typename MapOf>
 struct Differentiation {

@@ -62,8 +62,51 @@ struct GradientSums {
   }
 };
 
+// What a group adds to dX: of_X X + constant where the mean is folded into
+// that, else of_X (X - mean) + constant.
+template <typename Acc>
+struct alignas(4 * sizeof(Acc)) GradientOfGroup {
+  Acc mean;
+  Acc rstd;
+  Acc of_X;
+  Acc constant;
+};
+static_assert(sizeof(GradientOfGroup<float>) == kOfGroupSize * sizeof(float));
+
+// moment is (mean, rstd), coefficient (c_xhat, c), see InputGradient.
+template <typename T, typename Acc>
+__device__ __forceinline__ GradientOfGroup<Acc> gradient_of_group(
+    const Pair<Acc>& moment,
+    const Pair<Acc>& coefficient) {
+  const Acc mean = moment.first;
+  const Acc rstd = moment.second;
+  const Acc of_X = -rstd * rstd * coefficient.first;
+  Acc constant = -rstd * coefficient.second;
+  if constexpr (kFoldsMean<T>) {
+    constant -= of_X * mean;
+  }
+  return {mean, rstd, of_X, constant};
+}
+
+// And a channel's own term, with scale = rstd gamma.
+template <typename Acc>
+struct alignas(4 * sizeof(Acc)) BackwardMap {
+  Acc scale;
+  Acc of_X;
+  Acc constant;
+  Acc mean;
+};
+
+template <typename Acc>
+__device__ __forceinline__ BackwardMap<Acc> backward_map(
+    Acc gamma,
+    const GradientOfGroup<Acc>& group) {
+  return {gamma * group.rstd, group.of_X, group.constant, group.mean};
+}
+
 // dX = rstd gamma dZ - rstd^2 c_xhat (X - mean) - rstd c for a thread's
-// channels.
+// channels, with (c_xhat, c) = s * (sum gamma dZ xhat, sum gamma dZ) of their
+// group.
 template <typename T, typename TY, int kVector>
 struct InputGradient {
   using Acc = Accumulator<T>;
@@ -73,51 +116,46 @@ struct InputGradient {
   Acc constant[kVector];
 
   // gamma is that of the thread's channels, which start at `channel`;
-  // moments_of(group) is (mean, rstd) and coefficients_of(group)
-  // (c_xhat, c) = s * (sum gamma dZ xhat, sum gamma dZ).
-  template <typename MomentsOf, typename CoefficientsOf>
+  // of_group(group) is its GradientOfGroup.
+  template <typename OfGroup>
   __device__ InputGradient(
       const Shape& shape,
       int channel,
       const Acc (&gamma)[kVector],
-      MomentsOf moments_of,
-      CoefficientsOf coefficients_of) {
-    struct OfGroup {
-      Pair<Acc> moment;
-      Pair<Acc> coefficient;
-    };
+      OfGroup of_group) {
     for_each_channel<kVector>(
         shape,
         channel,
-        [&](int group) -> OfGroup {
-          return {moments_of(group), coefficients_of(group)};
-        },
-        [&](int j, const OfGroup& group) {
-          set(j, gamma[j], group.moment, group.coefficient);
+        of_group,
+        [&](int j, const GradientOfGroup<Acc>& group) {
+          set(j, backward_map(gamma[j], group));
         });
   }
 
   // For channels of one group.
   __device__ InputGradient(
       const Acc (&gamma)[kVector],
-      const Pair<Acc>& moment,
-      const Pair<Acc>& coefficient) {
+      const GradientOfGroup<Acc>& group) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      set(j, gamma[j], moment, coefficient);
+      set(j, backward_map(gamma[j], group));
     }
   }
 
-  __device__ void
-  set(int j, Acc gamma, const Pair<Acc>& moment, const Pair<Acc>& coefficient) {
-    const Acc rstd = moment.second;
-    mean[j] = moment.first;
-    of_dZ[j] = gamma * rstd;
-    of_X[j] = -rstd * rstd * coefficient.first;
-    constant[j] = -rstd * coefficient.second;
-    if constexpr (kFoldsMean<T>) {
-      constant[j] -= of_X[j] * mean[j];
+  // map_of(j) is that of the thread's j-th channel.
+  template <typename MapOf>
+  __device__ explicit InputGradient(MapOf map_of) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      set(j, map_of(j));
     }
+  }
+
+  __device__ void set(int j, const BackwardMap<Acc>& map) {
+    mean[j] = map.mean;
+    of_dZ[j] = map.scale;
+    of_X[j] = map.of_X;
+    constant[j] = map.constant;
   }
 
   template <typename DZOf>

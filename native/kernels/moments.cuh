@@ -17,9 +17,11 @@
 
 namespace gn_override {
 
+// With a step of Newton's method: means of float show the last place.
 template <typename Acc>
 __device__ __forceinline__ Acc reciprocal_or_zero(Acc count) {
-  return count > 0 ? reciprocal(count) : 0;
+  const Acc result = reciprocal(count);
+  return count > 0 ? result + result * (1 - count * result) : 0;
 }
 
 // all - of_mean, sum d^2 less (sum d)^2 / n, which is at most as large. Where
@@ -243,11 +245,41 @@ __device__ __forceinline__ Moments<Acc> merge_moments(
       totals.count};
 }
 
+// What makes Y, or Z, of a channel's X: X scale + shift where the mean is
+// folded into `shift`, else (X - mean) scale + shift.
+template <typename Acc>
+struct alignas(2 * sizeof(Acc)) FoldedMap {
+  Acc scale;
+  Acc shift;
+};
+template <typename Acc>
+struct alignas(4 * sizeof(Acc)) CentredMap {
+  Acc scale;
+  Acc shift;
+  Acc mean;
+};
+template <typename TY, typename Acc>
+using ForwardMap =
+    std::conditional_t<kFoldsMean<TY>, FoldedMap<Acc>, CentredMap<Acc>>;
+
+// moment: that of the channel's group, with rstd as its second.
+template <typename TY, typename Acc>
+__device__ __forceinline__ ForwardMap<TY, Acc>
+forward_map(Acc gamma, Acc beta, const Moments<Acc>& moment) {
+  const Acc scale = gamma * moment.second;
+  if constexpr (kFoldsMean<TY>) {
+    return {scale, beta - moment.mean * scale};
+  } else {
+    return {scale, beta - moment.low * scale, moment.mean};
+  }
+}
+
 // Y = (X - mean) * rstd * gamma + beta for a thread's channels.
 // kFused: an activation of that; kSharing: see invert().
 template <typename T, typename TY, int kVector, bool kFused, int kSharing = 1>
 struct Normalization {
   using Acc = Accumulator<T>;
+  using Map = ForwardMap<TY, Acc>;
   Activation activation; // kFused alone
   Acc mean[kVector]; // unused where it is folded into `shift`
   Acc scale[kVector];
@@ -283,21 +315,39 @@ struct Normalization {
     }
   }
 
+  // map_of(j) is that of the thread's j-th channel.
+  template <typename MapOf>
+  __device__ explicit Normalization(MapOf map_of) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      set(j, map_of(j));
+    }
+  }
+
   __device__ void set(int j, Acc gamma, Acc beta, const Moments<Acc>& moment) {
     const Acc unit = kFused ? unit_of<TY>(activation) : 1; // kFused alone
     gamma *= unit; // kFused alone
     beta *= unit; // kFused alone
-    mean[j] = moment.mean;
-    scale[j] = gamma * moment.second;
-    shift[j] = beta - (kFoldsMean<TY> ? moment.mean : moment.low) * scale[j];
+    set(j, forward_map<TY>(gamma, beta, moment));
+  }
+
+  __device__ void set(int j, const Map& map) {
+    scale[j] = map.scale;
+    shift[j] = map.shift;
+    if constexpr (!kFoldsMean<TY>) {
+      mean[j] = map.mean;
+    }
   }
 
   // Makes the map take X where it took X + added.
   __device__ void move(const Vector<T, kVector>& added) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      mean[j] -= added[j];
-      shift[j] += kFoldsMean<TY> ? added[j] * scale[j] : 0;
+      if constexpr (kFoldsMean<TY>) {
+        shift[j] += added[j] * scale[j];
+      } else {
+        mean[j] -= added[j];
+      }
     }
   }
 
@@ -336,7 +386,7 @@ struct Normalization {
 #pragma unroll 1
             for (int i = 0; i * rows < pixels; ++i) {
               Vector<T, kVector> x[1];
-              load_pixels<Reuse::kStream>(X + i * step, step, x);
+              load_pixels(X + i * step, step, x);
               store(Y + i * step, map<kActivation, 1>(x[0], in_range));
             }
           }

@@ -361,7 +361,9 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 
   if (dX != nullptr) {
     const InputGradient<T, T, kVector> gradient(
-        weight, moment, {sum[0] * per_group, sum[1] * per_group});
+        weight,
+        gradient_of_group<T, Acc>(
+            moment, {sum[0] * per_group, sum[1] * per_group}));
 #pragma unroll
     for (int i = 0; i < kPixels; ++i) {
       if (i * tiling.rows < at.pixels) {

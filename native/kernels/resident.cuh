@@ -38,15 +38,6 @@ struct Waves {
   int blocks_ahead;
 };
 
-// A parameter's place in shared memory: neighbouring columns read neighbouring
-// places.
-template <int kVector>
-__device__ __forceinline__ int parameter_place(
-    const Tiling& tiling,
-    int channel) {
-  return channel % kVector * tiling.columns.divisor() + channel / kVector;
-}
-
 template <bool kWholeChip, typename Value>
 using Exchange =
     std::conditional_t<kWholeChip, ChipExchange<Value>, ClusterExchange<Value>>;

@@ -403,8 +403,9 @@ __global__ void __launch_bounds__(
 
     if (at.active && exists) {
       const InputGradient<T, TY, kVector> gradient(
-          shape, at.channel, weight, moments_of, [&](int group) {
-            return total[group - item.first_group];
+          shape, at.channel, weight, [&](int group) {
+            return gradient_of_group<T>(
+                moments_of(group), total[group - item.first_group]);
           });
       ring.write(
           next_exists,

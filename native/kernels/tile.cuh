@@ -133,6 +133,15 @@ __device__ __forceinline__ int pixels_of_thread(
   return at.active ? PixelsOfRow(tiling, at.pixels).of(at.row) : 0;
 }
 
+// A parameter's place in shared memory: neighbouring columns read neighbouring
+// places.
+template <int kVector>
+__device__ __forceinline__ int parameter_place(
+    const Tiling& tiling,
+    int channel) {
+  return channel % kVector * tiling.columns.divisor() + channel / kVector;
+}
+
 // A number of pixels that is known when a kernel is compiled.
 template <int n>
 using Pixels = std::integral_constant<int, n>;

@@ -1,7 +1,7 @@
 // Group normalisation of [N, HxW, C] tensors that reads X twice.
 //
 //   forward   statistics -> combine_statistics -> normalize
-//   backward  gradient_sums -> group_coefficients -> input_gradient
+//   backward  gradient_sums -> combine_sums -> input_gradient
 //                           -> parameter_gradients
 //
 // The first pass leaves a result for each segment, that is, what a tile and a
@@ -9,8 +9,11 @@
 // up the channels, each new segment has a new tile or a new group, so slots are
 // unique, and a group's are consecutive.
 //
-// Blocks take tiles in reverse order in the second pass: the first tiles that
-// it reads are the last that the first pass left in the L2 cache.
+// The second pass is a map. Like an elementwise kernel it has many short
+// blocks, whose loads are under way while others store. They go through memory
+// in reverse order, as what the first pass has read last may still be in the L2
+// cache: the end of a sample or, where samples are split, of each split. While
+// its pixels are on their way, a block prepares what it needs of each channel.
 #pragma once
 
 #include "native/kernels/activation.cuh"
@@ -19,6 +22,32 @@
 #include "native/kernels/moments.cuh"
 
 namespace gn_override {
+
+// Channels of a block of the second pass, at most.
+template <typename T>
+constexpr int kMapChannels = kTwoPassSlice / sizeof(T);
+
+// Calls f(channel, parameter_place()) for each channel of the block's tile, on
+// one of its threads.
+template <int kVector, typename F>
+__device__ __forceinline__ void for_each_of_tile(
+    const Shape& shape,
+    const Tiling& tiling,
+    const Position& at,
+    F f) {
+  const int columns = tiling.columns.divisor();
+  const int first = at.tile * columns * kVector;
+  const int channels = min(columns * kVector, shape.C - first);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < channels; i += blockDim.x) {
+    f(first + i, parameter_place<kVector>(tiling, i));
+  }
+}
+
+// Whether a thread of the second pass may have more pixels than it loads at
+// first.
+template <typename T, int kVector>
+constexpr bool kWalksOn = sizeof(T) * kVector == kWalkedBytes;
 
 // -- forward -----------------------------------------------------------------
 
@@ -51,7 +80,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
     for_each_run_of_pixels<kBatch<T, kVector>>(
         pixels_of_thread(tiling, at), [&](int first, auto pixels) {
           Vector<T, kVector> pixel[decltype(pixels)::value];
-          load_pixels<Reuse::kKeep>(address + first * step, step, pixel);
+          load_pixels(address + first * step, step, pixel);
           moments.add(pixel);
         });
   }
@@ -74,9 +103,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
       });
 }
 
-// The segments of a sample's first split get the moments of their group, with
-// rstd; mean and rstd are rounded. One team (see Team) for each (n, g), which
-// alone reads the group's segments, and all of them first.
+// of_groups[n][g]: the moments, with rstd; mean and rstd are rounded. One team
+// (see Team) for each (n, g).
 template <typename T, bool kBlock>
 __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     Shape shape,
@@ -84,14 +112,14 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
     int lanes,
     int vector,
     Accumulator<T> eps,
-    Moments<Accumulator<T>>* partial,
+    const Moments<Accumulator<T>>* partial,
+    Moments<Accumulator<T>>* of_groups,
     ParameterOut<T> mean_out,
     ParameterOut<T> rstd_out) {
   using Acc = Accumulator<T>;
   const Team<kBlock> team(lanes);
   const int64_t last_index = shape.N * shape.G - 1;
   const bool idle = team.index() > last_index; // stays for the sums
-  // Idle teams read what the last one of their block does, before it writes.
   const int64_t index = idle ? last_index : team.index();
   const int64_t n = index / shape.G;
   const int group = static_cast<int>(index % shape.G);
@@ -102,7 +130,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   const int first_tile = first / tile_width;
   const int tiles = last / tile_width - first_tile + 1;
   const int slots = slots_of(shape, tiling);
-  Moments<Acc>* const own =
+  const Moments<Acc>* const own =
       partial + n * tiling.splits.divisor() * slots + group + first_tile;
 
   const Acc per_group =
@@ -124,14 +152,8 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
       &per_group);
   of_group.second = reciprocal_sqrt(of_group.second * per_group + eps);
 
-  __syncthreads(); // all of the segments have been read
-  if (idle) {
-    return;
-  }
-  for (int i = team.rank(); i < tiles; i += team.size()) {
-    own[i] = of_group;
-  }
-  if (team.rank() == 0) {
+  if (!idle && team.rank() == 0) {
+    of_groups[index] = of_group;
     mean_out.set(index, of_group.mean);
     rstd_out.set(index, of_group.second);
   }
@@ -145,7 +167,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         Shape shape,
         Tiling tiling,
         const T* X,
-        const Moments<Accumulator<T>>* partial,
+        const Moments<Accumulator<T>>* of_groups,
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta,
         Activation activation, // kFused alone
@@ -154,50 +176,69 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   const Position at = position_in_memory_order(
       shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
   wait_for_previous_kernel();
-  if (!at.active) {
+  constexpr int kPixels = kBatch<T, kVector>;
+  const int pixels = pixels_of_thread(tiling, at);
+  const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
+  const int64_t from = at.offset(shape);
+  Vector<T, kVector> pixel[kPixels];
+  load_pixels(X + from, step, pixel, pixels);
+
+  __shared__ ForwardMap<TY, Acc> maps[kMapChannels<T>];
+  const Acc unit = kFused ? unit_of<TY>(activation) : 1; // kFused alone
+  for_each_of_tile<kVector>(shape, tiling, at, [&](int channel, int place) {
+    const auto raw_weight = gamma.fetch(channel); // all loads at once
+    const auto raw_bias = beta.fetch(channel);
+    const Moments<Acc> moment =
+        of_groups[at.n * shape.G + shape.D.quotient(channel)];
+    Acc weight = gamma.value_of(raw_weight, 1);
+    Acc bias = beta.value_of(raw_bias, 0);
+    weight *= unit; // kFused alone
+    bias *= unit; // kFused alone
+    maps[place] = forward_map<TY>(weight, bias, moment);
+  });
+  __syncthreads();
+  if (pixels == 0) {
     return;
   }
-  Acc weight[kVector];
-  Acc bias[kVector];
-  gamma.read(at.channel, 1, weight);
-  beta.read(at.channel, 0, bias);
-  const int slots = slots_of(shape, tiling);
-  const Moments<Acc>* const own =
-      partial + at.n * tiling.splits.divisor() * slots + at.tile;
-  const auto moments_of = [&](int group) { return own[group]; };
-  const Normalization<T, TY, kVector, kFused> normalization(
-      shape, at.channel, activation, weight, bias, moments_of);
-  const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-  const int64_t offset = at.offset(shape);
-  for_each_run_of_pixels<kBatch<T, kVector>>(
-      pixels_of_thread(tiling, at), [&](int first, auto pixels) {
-        constexpr int kPixels = decltype(pixels)::value;
-        const int64_t from = offset + first * step;
-        Vector<T, kVector> pixel[kPixels];
-        load_pixels<Reuse::kStream>(X + from, step, pixel);
-        normalization.write(pixel, X + from, Y + from, step);
-      });
+  Normalization<T, TY, kVector, kFused> normalization(
+      [&](int j) { return maps[j * tiling.columns.divisor() + at.column]; });
+  normalization.activation = activation; // kFused alone
+  normalization.write(pixel, X + from, Y + from, step, pixels);
+  if constexpr (kWalksOn<T, kVector>) {
+    const auto walk_on = [&](int first, auto count) {
+      const int64_t at_first = from + first * step;
+      Vector<T, kVector> next[decltype(count)::value];
+      load_pixels(X + at_first, step, next);
+      normalization.write(next, X + at_first, Y + at_first, step);
+    };
+    for_each_run_of_pixels<kPixels>(pixels, walk_on, kPixels);
+  }
 }
 
 // -- backward ----------------------------------------------------------------
 
-// Derivatives take registers: with vectors of eight channels, those of half as
-// many blocks.
+// Derivatives take registers: with X of two bytes, those of half as many
+// blocks.
 template <typename T, bool kFused>
 constexpr int kBackwardBlocksPerMultiprocessor =
     kFused && sizeof(T) == 2 ? 2 : kBlocksPerMultiprocessor<T>;
+// Pixels that a thread of the second pass has at once: more where each takes
+// longer.
+template <typename TY, int kVector, bool kFused>
+constexpr int kMappedPairs =
+    kFused && sizeof(TY) == 2 ? kBatch<TY, kVector>
+                              : kBatchOfPairs<TY, kVector>;
 
-// What ChannelMaps read of the channels from `channel` on.
-template <typename T>
-__device__ __forceinline__ auto parameters_at(
-    const ParameterIn<T>& gamma,
-    const ParameterIn<T>& beta,
-    int channel) {
-  return [=](auto& weight, auto& bias) {
-    gamma.read(channel, 1, weight);
-    beta.read(channel, 0, bias);
-  };
-}
+// The maps X -> Z of a thread's channels, `step` places apart.
+template <typename Acc>
+struct SharedMaps {
+  const Pair<Acc>* own;
+  int step;
+
+  __device__ Pair<Acc> operator()(int j) const {
+    return own[j * step];
+  }
+};
 
 // (mean, rstd) of sample n's groups.
 template <typename T>
@@ -233,6 +274,23 @@ __global__ void __launch_bounds__(
       position_in_memory_order(shape, tiling, kVector, blockIdx.x);
   allow_next_kernel();
   wait_for_previous_kernel();
+  constexpr int kForwardMaps = kFused ? kMapChannels<T> : 1; // kFused alone
+  __shared__ Pair<Acc> forward_maps[kForwardMaps]; // kFused alone
+  if constexpr (kFused) {
+    for_each_of_tile<kVector>(shape, tiling, at, [&](int channel, int place) {
+      const auto raw_weight = gamma.fetch(channel); // all loads at once
+      const auto raw_bias = beta.fetch(channel);
+      const int64_t group = at.n * shape.G + shape.D.quotient(channel);
+      const auto raw_mean = mean_in.fetch(group);
+      const auto raw_rstd = rstd_in.fetch(group);
+      forward_maps[place] = channel_map<TY>(
+          mean_in.value_of(raw_mean, 0),
+          rstd_in.value_of(raw_rstd, 1),
+          gamma.value_of(raw_weight, 1),
+          beta.value_of(raw_bias, 0));
+    });
+    __syncthreads();
+  }
   Pair<Acc> of_thread[kVector] = {};
   if (at.active) {
     Acc mean[kVector];
@@ -241,8 +299,7 @@ __global__ void __launch_bounds__(
     read_moments(shape, at.channel, moments_of, mean, rstd);
     const auto differentiation = differentiation_of<kFused, TY>(
         activation,
-        ChannelMaps<TY, kVector>(
-            mean, rstd, parameters_at(gamma, beta, at.channel)));
+        SharedMaps<Acc>{forward_maps + at.column, tiling.columns.divisor()});
     const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
     const int64_t offset = at.offset(shape);
     GradientSums<T, TY, kVector> gradients;
@@ -251,8 +308,8 @@ __global__ void __launch_bounds__(
           const int64_t from = offset + first * step;
           Vector<TY, kVector> dy[decltype(pixels)::value];
           Vector<T, kVector> x[decltype(pixels)::value];
-          load_pixels<Reuse::kKeep>(dY + from, step, dy);
-          load_pixels<Reuse::kKeep>(X + from, step, x);
+          load_pixels(dY + from, step, dy);
+          load_pixels(X + from, step, x);
           differentiation.with([&](auto dZ_of) {
             Acc dZ[decltype(pixels)::value][kVector]; // not kept
             gradients.add(dy, x, mean, dZ_of, dZ);
@@ -308,16 +365,17 @@ struct Walk {
   }
 };
 
-// coefficients[n][g] = s * (sum gamma dZ xhat, sum gamma dZ). One team for each
-// (n, g).
-template <typename T, bool kBlock>
-__global__ void __launch_bounds__(kMaxThreads) group_coefficients(
+// of_groups[n][g]. T: that of X. One team for each (n, g).
+template <typename T, typename TY, bool kBlock>
+__global__ void __launch_bounds__(kMaxThreads) combine_sums(
     Shape shape,
     int lanes,
     int splits,
     const Pair<Accumulator<T>>* sums,
-    ParameterIn<T> gamma,
-    Pair<Accumulator<T>>* coefficients) {
+    ParameterIn<TY> mean_in,
+    ParameterIn<TY> rstd_in,
+    ParameterIn<TY> gamma,
+    GradientOfGroup<Accumulator<T>>* of_groups) {
   using Acc = Accumulator<T>;
   const Team<kBlock> team(lanes);
   const int64_t index = team.index();
@@ -357,7 +415,9 @@ __global__ void __launch_bounds__(kMaxThreads) group_coefficients(
   team.sum(sum);
   if (!idle && team.rank() == 0) {
     const Acc count = static_cast<Acc>(shape.HxW) * shape.D.divisor();
-    coefficients[index] = {sum[0] / count, sum[1] / count};
+    of_groups[index] = gradient_of_group<T, Acc>(
+        {mean_in.at(index, 0), rstd_in.at(index, 1)},
+        {sum[0] / count, sum[1] / count});
   }
 }
 
@@ -371,54 +431,77 @@ __global__ void __launch_bounds__(
         Tiling tiling,
         const TY* dY,
         const T* X,
-        ParameterIn<TY> mean_in,
-        ParameterIn<TY> rstd_in,
+        const GradientOfGroup<Accumulator<T>>* of_groups,
         ParameterIn<TY> gamma,
         ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
-        const Pair<Accumulator<T>>* coefficients,
         T* dX) {
   using Acc = Accumulator<T>;
   const Position at = position_in_memory_order(
       shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
   wait_for_previous_kernel();
-  if (!at.active) {
+  constexpr int kPixels = kMappedPairs<TY, kVector, kFused>;
+  const int pixels = pixels_of_thread(tiling, at);
+  const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
+  const int64_t from = at.offset(shape);
+  Vector<TY, kVector> dy[kPixels];
+  Vector<T, kVector> x[kPixels];
+  load_pixels(dY + from, step, dy, pixels);
+  load_pixels(X + from, step, x, pixels);
+
+  __shared__ BackwardMap<Acc> maps[kMapChannels<T>];
+  constexpr int kForwardMaps = kFused ? kMapChannels<T> : 1; // kFused alone
+  __shared__ Pair<Acc> forward_maps[kForwardMaps]; // kFused alone
+  for_each_of_tile<kVector>(shape, tiling, at, [&](int channel, int place) {
+    const auto raw_weight = gamma.fetch(channel); // all loads at once
+    const auto raw_bias = beta.fetch(channel); // kFused alone
+    const GradientOfGroup<Acc> of_group =
+        of_groups[at.n * shape.G + shape.D.quotient(channel)];
+    const Acc weight = gamma.value_of(raw_weight, 1);
+    maps[place] = backward_map(weight, of_group);
+    if constexpr (kFused) {
+      const Acc bias = beta.value_of(raw_bias, 0);
+      forward_maps[place] =
+          channel_map<TY>(of_group.mean, of_group.rstd, weight, bias);
+    }
+  });
+  __syncthreads();
+  if (pixels == 0) {
     return;
   }
-  const auto moments_of = moments_at(shape, at.n, mean_in, rstd_in);
-  Acc mean[kVector];
-  Acc rstd[kVector];
-  read_moments(shape, at.channel, moments_of, mean, rstd);
+  const auto place_of = [&](int j) {
+    return j * tiling.columns.divisor() + at.column;
+  };
+  const InputGradient<T, TY, kVector> gradient(
+      [&](int j) { return maps[place_of(j)]; });
   const auto differentiation = differentiation_of<kFused, TY>(
       activation,
-      ChannelMaps<TY, kVector>(
-          mean, rstd, parameters_at(gamma, beta, at.channel)));
-  Acc weight[kVector];
-  gamma.read(at.channel, 1, weight);
-  const InputGradient<T, TY, kVector> gradient(
-      shape, at.channel, weight, moments_of, [&](int group) {
-        return coefficients[at.n * shape.G + group];
-      });
-  const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
-  const int64_t offset = at.offset(shape);
-  for_each_run_of_pixels<kBatchOfPairs<TY, kVector>>(
-      pixels_of_thread(tiling, at), [&](int first, auto pixels) {
-        constexpr int kPixels = decltype(pixels)::value;
-        const int64_t from = offset + first * step;
-        Vector<TY, kVector> dy[kPixels];
-        Vector<T, kVector> x[kPixels];
-        load_pixels<Reuse::kStream>(dY + from, step, dy);
-        load_pixels<Reuse::kStream>(X + from, step, x);
-        T* out = dX + from;
+      SharedMaps<Acc>{forward_maps + at.column, tiling.columns.divisor()});
+  const auto write = [&](const auto& dy, const auto& x, T* out, int count) {
+    constexpr int kMost = std::extent_v<std::remove_reference_t<decltype(x)>>;
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-          Vector<T, kVector> dx;
-          differentiation.with(
-              [&](auto dZ_of) { dx = gradient(dy[i], x[i], dZ_of); });
-          store(out, dx);
-          out += step;
-        }
-      });
+    for (int i = 0; i < kMost; ++i) {
+      if (i < count) {
+        Vector<T, kVector> dx;
+        differentiation.with(
+            [&](auto dZ_of) { dx = gradient(dy[i], x[i], dZ_of); });
+        store(out + i * step, dx);
+      }
+    }
+  };
+  write(dy, x, dX + from, pixels);
+  if constexpr (kWalksOn<T, kVector>) {
+    const auto walk_on = [&](int first, auto count) {
+      constexpr int kCount = decltype(count)::value;
+      const int64_t at_first = from + first * step;
+      Vector<TY, kVector> next_dy[kCount];
+      Vector<T, kVector> next_x[kCount];
+      load_pixels(dY + at_first, step, next_dy);
+      load_pixels(X + at_first, step, next_x);
+      write(next_dy, next_x, dX + at_first, kCount);
+    };
+    for_each_run_of_pixels<kPixels>(pixels, walk_on, kPixels);
+  }
 }
 
 } // namespace gn_override

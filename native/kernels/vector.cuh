@@ -123,27 +123,6 @@ struct ParameterIn {
   __device__ Accumulator<T> at(int64_t i, Accumulator<T> otherwise) const {
     return value_of(fetch(i), otherwise);
   }
-
-  // Elements i to i + kVector - 1.
-  template <int kVector>
-  __device__ void
-  read(int i, Accumulator<T> otherwise, Accumulator<T> (&out)[kVector]) const {
-    // No pointer, since there may be no data.
-    const uintptr_t address = reinterpret_cast<uintptr_t>(data) + i * sizeof(T);
-    const bool aligned = address % sizeof(Vector<T, kVector>) == 0;
-    if (data != nullptr && (sizeof(T) > 2 || !is_float) && aligned) {
-      const auto packed = *reinterpret_cast<const Vector<T, kVector>*>(address);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        out[j] = packed[j];
-      }
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      out[j] = at(i + j, otherwise);
-    }
-  }
 };
 
 template <typename T>
@@ -184,30 +163,27 @@ struct Word<2> {
   using type = unsigned short;
 };
 
-// What a load says to the L2 cache: kKeep for what is read again by
-// the next kernel, kStream for what is not.
-enum class Reuse { kKeep, kStream };
-
-template <Reuse kReuse, typename T, int kVector>
+template <typename T, int kVector>
 __device__ __forceinline__ Vector<T, kVector> load(const T* address) {
   using W = typename Word<sizeof(T) * kVector>::type;
-  const W* word_address = reinterpret_cast<const W*>(address);
-  const W word =
-      kReuse == Reuse::kStream ? __ldcs(word_address) : *word_address;
+  const W word = *reinterpret_cast<const W*>(address);
   Vector<T, kVector> result;
   memcpy(&result, &word, sizeof(word));
   return result;
 }
 
-// kPixels pixels, `step` elements apart.
-template <Reuse kReuse, typename T, int kVector, int kPixels>
+// The first `pixels` of kPixels pixels, `step` elements apart.
+template <typename T, int kVector, int kPixels>
 __device__ __forceinline__ void load_pixels(
     const T* address,
     int64_t step,
-    Vector<T, kVector> (&pixel)[kPixels]) {
+    Vector<T, kVector> (&pixel)[kPixels],
+    int pixels = kPixels) {
 #pragma unroll
   for (int i = 0; i < kPixels; ++i) {
-    pixel[i] = load<kReuse, T, kVector>(address);
+    if (i < pixels) {
+      pixel[i] = load<T, kVector>(address);
+    }
     address += step;
   }
 }

@@ -102,7 +102,7 @@ cudaError_t resident_forward(
             ParameterIn<TY>{arguments.gamma, parameter},
             ParameterIn<TY>{arguments.beta, parameter},
             problem.activation, // kFused alone
-            static_cast<Moments<Acc>*>(workspace.groups(arguments.workspace)),
+            static_cast<Moments<Acc>*>(workspace.rest(arguments.workspace)),
             static_cast<TY*>(arguments.Y),
             ParameterOut<TY>{arguments.mean, statistic},
             ParameterOut<TY>{arguments.rstd, statistic});
@@ -146,7 +146,7 @@ cudaError_t resident_backward(
             ParameterIn<TY>{arguments.gamma, parameter},
             ParameterIn<TY>{arguments.beta, parameter}, // kFused alone
             problem.activation, // kFused alone
-            static_cast<Pair<Acc>*>(workspace.groups(arguments.workspace)),
+            static_cast<Pair<Acc>*>(workspace.rest(arguments.workspace)),
             sums,
             static_cast<T*>(arguments.dX),
             ParameterOut<TY>{arguments.dgamma, parameter},

@@ -29,6 +29,28 @@ cudaError_t with_team(int64_t teams, int64_t items, F f) {
       static_cast<unsigned>(ceil_div(teams, of_block)));
 }
 
+// The first pass's plan, as that of the second, whose threads have `pixels`
+// pixels at once.
+inline Plan map_plan(const Problem& problem, Plan plan, int pixels) {
+  const int64_t of_thread = plan.pixels_per_split / plan.rows;
+  const int64_t columns = problem.C / plan.vector;
+  const int64_t most_columns =
+      std::min<int64_t>(kMapThreads, vectors_of_slice(problem, plan.vector));
+  plan.column_tiles = static_cast<int>(ceil_div(columns, most_columns));
+  plan.columns = static_cast<int>(ceil_div(columns, plan.column_tiles));
+  plan.rows = static_cast<int>(std::clamp<int64_t>(
+      (kMapThreads + plan.columns / 2) / plan.columns, 1, problem.HxW));
+  if (plan.vector * size_of(problem.dtype) == kWalkedBytes) {
+    // As in the first pass, so that small inputs have blocks enough.
+    pixels =
+        static_cast<int>(std::clamp<int64_t>(of_thread, pixels, kWalkedPixels));
+  }
+  plan.pixels_per_split = int64_t{1} * plan.rows * pixels;
+  plan.splits = static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
+  plan.threads = in_whole_warps(plan.columns * plan.rows);
+  return plan;
+}
+
 template <typename T, typename TY, bool kFused>
 cudaError_t two_pass_forward(
     const Problem& problem,
@@ -38,17 +60,18 @@ cudaError_t two_pass_forward(
   using Acc = Accumulator<T>;
   const Shape shape = shape_of(problem);
   const Tiling tiling = tiling_of(problem, plan);
-  const unsigned blocks = blocks_of(plan, problem.N);
-  const auto threads = static_cast<unsigned>(plan.threads);
   const DType parameter = problem.param_dtype;
   const DType statistic = problem.statistics_dtype();
+  const CUDAWorkspace workspace(problem, plan);
   auto* const partial = static_cast<Moments<Acc>*>(arguments.workspace);
+  auto* const of_groups =
+      static_cast<Moments<Acc>*>(workspace.rest(arguments.workspace));
   const auto* const X = static_cast<const T*>(arguments.X);
 
   cudaError_t error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
     return launch_kernel<statistics<T, TY, vector>>(
-        {.blocks = blocks,
-         .threads = threads,
+        {.blocks = blocks_of(plan, problem.N),
+         .threads = static_cast<unsigned>(plan.threads),
          .shared_bytes = plan.shared_bytes},
         stream,
         shape,
@@ -73,7 +96,8 @@ cudaError_t two_pass_forward(
             lanes,
             plan.vector,
             static_cast<Acc>(arguments.eps),
-            partial,
+            static_cast<const Moments<Acc>*>(partial),
+            of_groups,
             ParameterOut<TY>{arguments.mean, statistic},
             ParameterOut<TY>{arguments.rstd, statistic});
       });
@@ -81,13 +105,15 @@ cudaError_t two_pass_forward(
     return error;
   }
   return with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+    const Plan map = map_plan(problem, plan, kBatch<T, vector>);
     return launch_kernel<normalize<T, TY, vector, kFused>>(
-        {.blocks = blocks, .threads = threads},
+        {.blocks = blocks_of(map, problem.N),
+         .threads = static_cast<unsigned>(map.threads)},
         stream,
         shape,
-        tiling,
+        tiling_of(problem, map),
         X,
-        static_cast<const Moments<Acc>*>(partial),
+        static_cast<const Moments<Acc>*>(of_groups),
         ParameterIn<TY>{arguments.gamma, parameter},
         ParameterIn<TY>{arguments.beta, parameter},
         problem.activation, // kFused alone
@@ -103,9 +129,6 @@ cudaError_t two_pass_backward(
     cudaStream_t stream) {
   using Acc = Accumulator<T>;
   const Shape shape = shape_of(problem);
-  const Tiling tiling = tiling_of(problem, plan);
-  const unsigned blocks = blocks_of(plan, problem.N);
-  const auto threads = static_cast<unsigned>(plan.threads);
   const DType parameter = problem.param_dtype;
   const DType statistic = problem.statistics_dtype();
   const ParameterIn<TY> mean{arguments.mean, statistic};
@@ -114,19 +137,19 @@ cudaError_t two_pass_backward(
   const ParameterIn<TY> beta{arguments.beta, parameter}; // kFused alone
   const CUDAWorkspace workspace(problem, plan);
   auto* const sums = static_cast<Pair<Acc>*>(arguments.workspace);
-  auto* const coefficients =
-      static_cast<Pair<Acc>*>(workspace.groups(arguments.workspace));
+  auto* const of_groups =
+      static_cast<GradientOfGroup<Acc>*>(workspace.rest(arguments.workspace));
   const auto* const dY = static_cast<const TY*>(arguments.dY);
   const auto* const X = static_cast<const T*>(arguments.X);
 
   cudaError_t error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
     return launch_kernel<gradient_sums<T, TY, vector, kFused>>(
-        {.blocks = blocks,
-         .threads = threads,
+        {.blocks = blocks_of(plan, problem.N),
+         .threads = static_cast<unsigned>(plan.threads),
          .shared_bytes = plan.shared_bytes},
         stream,
         shape,
-        tiling,
+        tiling_of(problem, plan),
         dY,
         X,
         mean,
@@ -144,33 +167,36 @@ cudaError_t two_pass_backward(
         problem.N * problem.G,
         plan.splits * problem.D(),
         [&](auto is_block, int lanes, unsigned team_blocks) {
-          return launch_kernel<group_coefficients<TY, is_block>>(
+          return launch_kernel<combine_sums<T, TY, is_block>>(
               {.blocks = team_blocks, .threads = kMaxThreads},
               stream,
               shape,
               lanes,
               plan.splits,
               static_cast<const Pair<Acc>*>(sums),
+              mean,
+              rstd,
               gamma,
-              coefficients);
+              of_groups);
         });
     if (error != cudaSuccess) {
       return error;
     }
     error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+      constexpr int kPixels = kMappedPairs<TY, vector, kFused>;
+      const Plan map = map_plan(problem, plan, kPixels);
       return launch_kernel<input_gradient<T, TY, vector, kFused>>(
-          {.blocks = blocks, .threads = threads},
+          {.blocks = blocks_of(map, problem.N),
+           .threads = static_cast<unsigned>(map.threads)},
           stream,
           shape,
-          tiling,
+          tiling_of(problem, map),
           dY,
           X,
-          mean,
-          rstd,
+          static_cast<const GradientOfGroup<Acc>*>(of_groups),
           gamma,
           beta, // kFused alone
           problem.activation, // kFused alone
-          static_cast<const Pair<Acc>*>(coefficients),
           static_cast<T*>(arguments.dX));
     });
     if (error != cudaSuccess) {

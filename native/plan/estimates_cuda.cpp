@@ -1,5 +1,6 @@
 // Nanoseconds and bytes per nanosecond, fitted on an H200 to the times of all
-// plans of 117 shapes, and again of 110 when blocks had begun to prefetch.
+// plans of 117 shapes, and again of 110 when blocks had begun to prefetch;
+// those of two passes to 17 shapes when the second had become a map.
 // tools/tune.py measures these, and says how much longer the plans that are
 // chosen take than the best ones.
 #include "native/plan/estimates_cuda.h"
@@ -19,14 +20,17 @@ namespace {
 using ByDirection = std::array<double, 2>;
 
 // A tile of s bytes a pixel takes longer than its bytes: by what it touches of
-// bursts and of sectors that it shares with the next tile, and by a part of
-// each burst; but not where it is all of a pixel in narrow vectors.
+// bursts and of sectors that it shares with the next tile, if there is one, and
+// by a part of each burst; but not where it is all of a pixel in narrow
+// vectors.
 constexpr double kSharedBurst = 0.382;
 constexpr double kSharedSector = 1.63;
 constexpr ByDirection kEveryTile{0.259, 0.239};
 // And vectors of less than 16 bytes, or of 2, take more instructions.
 constexpr double kNarrowVectors = 1.754;
 constexpr double kNarrowestVectors = 2;
+// Some of which the whole chip hides, if they have 8.
+constexpr ByDirection kHalfVectorsOfChip{kNarrowVectors, 1.25};
 // More so where the whole chip has several tiles of them.
 constexpr double kNarrowTiles = 1.0606;
 
@@ -65,9 +69,9 @@ constexpr ByDirection kCooperativeBytesPerNs{35.5, 32.5};
 // What the L2 cache holds is read again in less time, by this share.
 constexpr double kCachedGain = 0.6;
 
-constexpr ByDirection kTwoPassCall{9030, 13300};
-constexpr double kTwoPassBytesPerNs = 28.5;
-constexpr double kNarrowTwoPass = 1.25; // times longer, by narrow vectors
+constexpr ByDirection kTwoPassCall{11000, 15000};
+constexpr ByDirection kTwoPassBytesPerNs{30.5, 31};
+constexpr double kNarrowTwoPass = 1.35; // times longer, by narrow vectors
 
 double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
@@ -78,6 +82,10 @@ double of(const ByDirection& estimate, const Problem& problem) {
 double narrowness(const Problem& problem, const Plan& plan) {
   if (!is_narrow(problem, plan.vector)) {
     return 1;
+  }
+  if (plan.scheme == Scheme::kCooperative &&
+      vector_bytes(problem, plan.vector) == kWideVector / 2) {
+    return of(kHalfVectorsOfChip, problem);
   }
   return vector_bytes(problem, plan.vector) == 2 ? kNarrowestVectors
                                                  : kNarrowVectors;
@@ -90,14 +98,19 @@ double tile_bytes(
     int64_t pixels,
     int64_t element) {
   const int64_t width = int64_t{1} * plan.columns * plan.vector * element;
+  const int64_t pixel = problem.C * element;
   const auto shared = [&](int64_t unit) {
-    return static_cast<double>(unit - std::gcd(width, unit));
+    return static_cast<double>(unit - std::gcd(std::gcd(width, pixel), unit));
   };
-  const bool parts = plan.column_tiles > 1 || !is_narrow(problem, plan.vector);
-  const double lost = kSharedBurst * shared(kBurst) +
-      kSharedSector * shared(kSector) + of(kEveryTile, problem) * kBurst;
+  double lost = 0;
+  if (plan.column_tiles > 1) {
+    lost += kSharedBurst * shared(kBurst) + kSharedSector * shared(kSector);
+  }
+  if (plan.column_tiles > 1 || !is_narrow(problem, plan.vector)) {
+    lost += of(kEveryTile, problem) * kBurst;
+  }
   return static_cast<double>(pixels) * narrowness(problem, plan) *
-      (static_cast<double>(width) + (parts ? lost : 0));
+      (static_cast<double>(width) + lost);
 }
 
 // A block's pixels of X, and backward of dY.
@@ -205,9 +218,10 @@ estimate_two_pass(const Problem& problem, const Device& device, int vector) {
   // X, X, Y; or dY, X, dY, X, dX
   const int64_t bytes = problem.numel() *
       (2 * problem.element_bytes_read() + problem.element_bytes_written());
+  const double rate = of(kTwoPassBytesPerNs, problem) * device.sm_count;
   double result = of(kTwoPassCall, problem) +
       (is_narrow(problem, vector) ? kNarrowTwoPass : 1) *
-          static_cast<double>(bytes) / (kTwoPassBytesPerNs * device.sm_count);
+          static_cast<double>(bytes) / rate;
   if (problem.is_fused()) {
     const int evaluations = problem.direction == Direction::kForward ? 1 : 2;
     result += kActivation * evaluations * static_cast<double>(problem.numel()) /

@@ -13,29 +13,18 @@ namespace gn_override {
 
 namespace {
 
-// Bytes of a pixel that a block of the two-pass backward has, at most; of the
-// widest type they are so many channels, so no two-pass grid cuts a pixel into
-// more than ceil_div(C, kNarrowestTile) tiles.
-constexpr int64_t kBackwardSlice = 512;
-constexpr int64_t kNarrowestTile = kBackwardSlice / 8;
+// Of the widest type, kTwoPassSlice is so many channels, so no two-pass grid
+// cuts a pixel into more than ceil_div(C, kNarrowestTile) tiles.
+constexpr int64_t kNarrowestTile = kTwoPassSlice / 8;
 
 // Pixels that a thread shall walk, at least: a split shorter than this many
 // rows of the tile would cost more to fold than to read.
 constexpr int kPixelsInFlight = 8;
 
-// Pixels that it shall walk, at most, where its vectors are narrow: warps write
-// parts of sectors then, which is faster the less of the tensor is under way at
-// once. Of two bytes, and of more.
-constexpr int kNarrowWalkOfTwo = 48;
-constexpr int kNarrowWalk = 32;
-
-// Results of a group that such splits may leave for one block to add.
-constexpr int64_t kMostResults = 1 << 16;
-
-// Blocks of a two-pass grid a multiprocessor: enough to fill it twice over at
-// the kernels' register use (kBlocksPerMultiprocessor of tile.cuh, for all but
-// double), so that the last wave is a small part of the work.
-constexpr int64_t kTwoPassBlocks = 8;
+// Blocks a multiprocessor of the two-pass scheme's first pass, at most, where
+// samples are split: blocks of 256 threads run at once, but for those that need
+// more registers (kBlocksPerMultiprocessor of tile.cuh for float).
+constexpr int64_t kTwoPassBlocks = 4;
 
 // No plan depends on which gradients are wanted (cached_plan() relies on that),
 // so a gradient has the same bits whatever else is asked for.
@@ -117,9 +106,7 @@ Plan tiled_plan(
   plan.splits = static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
   plan.rows = static_cast<int>(
       std::clamp<int64_t>(threads / columns, 1, plan.pixels_per_split));
-  plan.threads = static_cast<int>(
-      ceil_div(static_cast<int64_t>(plan.rows) * columns, kWarpSize) *
-      kWarpSize);
+  plan.threads = in_whole_warps(int64_t{1} * plan.rows * columns);
   return plan;
 }
 
@@ -385,35 +372,22 @@ std::optional<Plan> plan_two_pass(
   // tiles make as many blocks of fewer splits, and so a smaller workspace.
   const bool forward = problem.direction == Direction::kForward;
   const int64_t columns = problem.C / plan.vector;
-  const int64_t most_columns = forward
-      ? kMaxThreads
-      : std::min<int64_t>(
-            kMaxThreads,
-            kBackwardSlice / (plan.vector * size_of(problem.dtype)));
+  const int64_t most_columns =
+      forward ? kMaxThreads : vectors_of_slice(problem, plan.vector);
   plan.column_tiles = static_cast<int>(ceil_div(columns, most_columns));
   plan.columns = static_cast<int>(ceil_div(columns, plan.column_tiles));
   plan.rows = static_cast<int>(
       std::clamp<int64_t>(kMaxThreads / plan.columns, 1, problem.HxW));
-  const auto splits_of = [&](int64_t pixels_of_thread) {
-    return ceil_div(problem.HxW, plan.rows * pixels_of_thread);
-  };
 
-  int64_t wanted =
-      ceil_div(kTwoPassBlocks * device.sm_count, problem.N * plan.column_tiles);
-  if (is_narrow(problem, plan.vector)) {
-    const int walk =
-        size_of(problem.dtype) == 2 ? kNarrowWalkOfTwo : kNarrowWalk;
-    const int64_t results = forward ? plan.column_tiles : problem.D();
-    wanted =
-        std::max(wanted, std::min(splits_of(walk), kMostResults / results));
-  }
-  int64_t most = splits_of(kPixelsInFlight);
+  const int64_t wanted =
+      kTwoPassBlocks * device.sm_count / (problem.N * plan.column_tiles);
+  int64_t most = ceil_div(problem.HxW, int64_t{plan.rows} * kPixelsInFlight);
   const CUDAWorkspace of_one_split(problem, plan);
   if (exceeds_workspace_share(
-          problem, most * of_one_split.of_splits + of_one_split.of_groups)) {
+          problem, most * of_one_split.of_splits + of_one_split.of_rest)) {
     const int64_t share = problem.bytes() / kWorkspaceShare;
     most = std::max<int64_t>(
-        1, (share - of_one_split.of_groups) / of_one_split.of_splits);
+        1, (share - of_one_split.of_rest) / of_one_split.of_splits);
   }
   const int64_t splits = device.pins.share > 0
       ? device.pins.share
@@ -422,8 +396,7 @@ std::optional<Plan> plan_two_pass(
       ceil_div(ceil_div(problem.HxW, splits), plan.rows) * plan.rows;
   plan.splits = static_cast<int>(ceil_div(problem.HxW, plan.pixels_per_split));
 
-  plan.threads = static_cast<int>(
-      ceil_div(int64_t{1} * plan.columns * plan.rows, kWarpSize) * kWarpSize);
+  plan.threads = in_whole_warps(int64_t{1} * plan.columns * plan.rows);
   plan.shared_bytes =
       problem.accumulator_bytes() *
       fold_size(
@@ -504,9 +477,10 @@ constexpr Condition kFitsGrid{
     "fewer than 2^30 channels, and at most 2^30 tiles of 64 in all samples",
     [](const Problem& problem, const Device&) {
       // A grid has at most 2^31 - 1 blocks. Samples are split further only
-      // where they are fewer than the blocks that fill the chip, or into splits
-      // of thousands of elements. Slices of fewer channels are 64 bytes at
-      // least: so many are of an X of 128 GiB.
+      // where they are fewer than the blocks that fill the chip, or, for the
+      // second of two passes, into splits of hundreds of elements, of which
+      // only a larger memory than any has so many. Slices of fewer channels are
+      // 64 bytes at least: so many are of an X of 128 GiB.
       constexpr int64_t kLimit = int64_t{1} << 30;
       return problem.C < kLimit &&
           problem.N <= kLimit / ceil_div(problem.C, kNarrowestTile);
@@ -614,8 +588,8 @@ constexpr std::array kRules{
         kCooperativeConditions,
         plan_cooperative,
         "tiles too large for a cluster: the whole chip keeps as much of a few "
-        "samples as fits, and reads the rest twice (1x128x1024x1024 bf16 on an "
-        "H200: 1.6 times a copy forward, two passes 1.7)"},
+        "samples as fits, and reads the rest twice (2x256x200x272 bf16 on an "
+        "H200: 1.3 times a copy forward, two passes 1.7)"},
     Rule{
         Scheme::kTwoPass,
         kTwoPassConditions,

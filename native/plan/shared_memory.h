@@ -11,11 +11,35 @@ namespace gn_override {
 
 constexpr int kWarpSize = 32;
 
+// Threads of as many warps as `threads` need.
+constexpr int in_whole_warps(int64_t threads) {
+  return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
+}
+
 // Threads of a block at most: of the two-pass scheme, of the resident schemes,
 // and of the registers scheme.
 constexpr int kMaxThreads = 256;
 constexpr int kMaxResidentThreads = 512;
 constexpr int kMaxRegisterThreads = 640;
+
+// Bytes of a pixel that a block of two passes has, at most, but for forward
+// statistics: what it finds or prepares of a channel is for some rows.
+constexpr int kTwoPassSlice = 512;
+
+// The same as vectors.
+constexpr int64_t vectors_of_slice(const Problem& problem, int vector) {
+  return kTwoPassSlice / (vector * size_of(problem.dtype));
+}
+
+// Threads of a block of the two-pass scheme's second pass, about: half as many
+// again where a tile has columns for one row and a half.
+constexpr int kMapThreads = 128;
+
+// Where vectors have so few bytes, a thread of that pass walks on beyond the
+// pixels that it loads at first, to so many at most: what a block prepares
+// takes as long as some of them.
+constexpr int kWalkedBytes = 2;
+constexpr int kWalkedPixels = 48;
 
 // Blocks of kMaxResidentThreads that shall fit a multiprocessor, as far as
 // registers go.
@@ -46,6 +70,10 @@ constexpr int channels_of_one_group(int64_t D, int vector) {
 // sums, as which the backward pass has its own.
 constexpr int kMomentsSize = 4;
 constexpr int kPairSize = 2;
+
+// And of what the two-pass scheme's second pass reads of a group: Moments, or
+// GradientOfGroup.
+constexpr int kOfGroupSize = 4;
 
 // Bytes of a partial result.
 constexpr int64_t partial_bytes(const Problem& problem) {
