@@ -60,9 +60,12 @@ def verify(commits: Sequence[Rendered], read: Read) -> list[str]:
     return _check_launches(changes) + _check_format(changes)
 
 
-def compile_units(files: Mapping[str, str], folder: Path, flags: Sequence[str] = ()) -> list[Path]:
+def compile_units(
+    files: Mapping[str, str], folder: Path, flags: Sequence[str] = (), *, cubins: bool = False
+) -> list[Path]:
     """Compiles the C++ and CUDA files among ``files``, texts by their paths in PyTorch, against
-    the headers of the installed torch, and returns the object files in ``folder``.
+    the headers of the installed torch, and returns the object files in ``folder``; with
+    ``cubins`` those of machine code that the CUDA files alone have.
 
     ``flags`` are nvcc's. Raises StagingError with what the compiler says.
     """
@@ -76,17 +79,16 @@ def compile_units(files: Mapping[str, str], folder: Path, flags: Sequence[str] =
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-        if path.endswith((".cpp", ".cu")):
+        if path.endswith(".cu" if cubins else (".cpp", ".cu")):
             units.append(file)
     includes = [f"-I{folder / 'aten/src'}", *(f"-I{path}" for path in include_paths())]
     command = [nvcc, "-std=c++20", "-DAT_PER_OPERATOR_HEADERS", *NVCC_FLAGS, *includes, *flags]
+    command += ["-cubin"] if cubins else ["-Xcompiler", "-fPIC", "-c"]
 
     def compile_one(unit: Path) -> Path:
-        target = folder / f"{unit.stem}.o"
+        target = folder / f"{unit.stem}{'.cubin' if cubins else '.o'}"
         done = subprocess.run(
-            [*command, "-Xcompiler", "-fPIC", "-c", str(unit), "-o", str(target)],
-            capture_output=True,
-            text=True,
+            [*command, str(unit), "-o", str(target)], capture_output=True, text=True
         )
         if done.returncode != 0:
             raise StagingError(f"{unit.relative_to(folder)}: {done.stdout}{done.stderr}")

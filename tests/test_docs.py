@@ -160,6 +160,7 @@ HOW: dict[str, Callable[[str, Path], None]] = {
     "python tools/bench.py": needs_gpu(),
     "python tools/sweep.py": needs_gpu(),
     "python tools/counters.py": needs_gpu(),
+    "python tools/code_size.py": by_test("test_code_size"),
     "python tools/tune.py": needs_gpu(status=1),
     "python tools/verify_gpu.py": tool("--list"),
     "python tools/stage_upstream.py --check": by_ci(),

@@ -20,7 +20,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import code_size
 import pytest
+import render_readme
+import results
 import stage_upstream
 import torch
 from processes import run_python
@@ -818,12 +821,10 @@ def stub_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from torch.utils.cpp_extension import include_paths
 
     folder = tmp_path_factory.mktemp("stub")
-    tree = upstream.skeleton(CHANGE, "main")
     architecture = "sm_90"
     if torch.cuda.is_available():
         architecture = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    whole = {path: text for path, text in rendered("main").items() if path not in tree}
-    objects = verify.compile_units(whole, folder, [f"-arch={architecture}", "-O2"])
+    objects = verify.compile_units(code_size.new_files(), folder, [f"-arch={architecture}", "-O2"])
     library = folder / "stub.so"
     torch_libraries = Path(torch.__file__).parent / "lib"
     subprocess.run(
@@ -880,6 +881,19 @@ def test_glue_leaves_operands_off_their_elements_to_others(stub_library, tmp_pat
             )
     """
     run_python("-c", script, cwd=tmp_path)
+
+
+@needs_nvcc
+def test_code_size(tmp_path, monkeypatch, capsys):
+    """Of each GPU that it names, of CUDA files alone; and what the results file says in text."""
+    assert KERNEL not in code_size.new_files()
+    small = {"aten/a.cu": "__global__ void a(int* x) { *x = 1; }\n", "aten/b.cpp": "#error\n"}
+    monkeypatch.setattr(code_size, "new_files", lambda: small)
+    assert code_size.main(["--output", "size-test", "--folder", str(tmp_path)]) == 0
+    content = results.read(tmp_path / "size-test.json")
+    assert [row["name"] for row in content["rows"]] == list(code_size.ARCHITECTURES)
+    assert all(row["files"] == {"a": row["bytes"]} for row in content["rows"])
+    assert render_readme.size(content) in capsys.readouterr().out
 
 
 @pytest.mark.cuda

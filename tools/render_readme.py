@@ -42,6 +42,7 @@ _COMMANDS = {
     "verify": "python tools/verify_gpu.py --output {name}",
     "convergence": "python tools/convergence.py --device cuda --output {name}",
     "demo": "python -m gn_override demo",
+    "size": "python tools/code_size.py --output {name}",
     "counters": "python tools/counters.py --output {name}",
     "tune": "python tools/tune.py --output {name}",
 }
@@ -312,6 +313,12 @@ def ddp(content: dict[str, Any]) -> str:
     )
 
 
+def size(content: dict[str, Any]) -> str:
+    """Rows of tools/code_size.py."""
+    rows = [[row["name"], f"{row['bytes'] / 1e6:.1f}"] for row in content["rows"]]
+    return table([f"by nvcc {content['nvcc']}", "MB"], rows)
+
+
 def verify(content: dict[str, Any]) -> str:
     """Rows of tools/verify_gpu.py: levels, which may be of several commits."""
     rows = []
@@ -411,6 +418,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "verify": verify,
     "convergence": convergence,
     "demo": demo,
+    "size": size,
     "counters": counters,
     "tune": tune,
 }

@@ -50,6 +50,7 @@ BEFORE = {
 }
 SWEEP = "sweep-shared-h200"
 PARALLEL = "ddp-h200"
+CODE_SIZE = "size-cuda13.0"
 MEASURED_PLANS = "native/plan/measured_cuda.h"
 # What decides how fast a call is, of this repository.
 SOURCES = ("native/kernels", "native/launch", "native/plan")
@@ -57,9 +58,9 @@ SOURCES = ("native/kernels", "native/launch", "native/plan")
 
 def pull_request(base: str) -> str:
     """The text of the pull request, with the measured tables."""
-    kernels, whole, sweep, parallel = (
+    kernels, whole, sweep, parallel, code = (
         json.loads((render_readme.RESULTS / f"{name}.json").read_text())
-        for name in (KERNELS, WHOLE_CHIP, SWEEP, PARALLEL)
+        for name in (KERNELS, WHOLE_CHIP, SWEEP, PARALLEL, CODE_SIZE)
     )
     before, rows = BEFORE[base], kernels["rows"]
     values = {
@@ -73,6 +74,8 @@ def pull_request(base: str) -> str:
         "measured plans": measured_plans(kernels),
         "gains of whole chip": gains(kernels, whole),
         "size": size(base),
+        "machine code": machine_code(code),
+        "source of machine code": render_readme.source(code).strip(),
     }
     for what in _bench.DIRECTIONS:
         values[f"before, {what}"] = kernel_table.over_copy(rows, what, before)
@@ -91,21 +94,34 @@ def pull_request(base: str) -> str:
     return re.sub(r"\{\{(.*?)\}\}", lambda match: values[match[1]], text)
 
 
-@functools.cache
-def size(base: str) -> str:
-    """How many lines the change adds, and to how many files."""
+def change_of(base: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The files that the change edits as they were, as far as it looks at them, and all that it
+    stages: texts by their paths."""
     change = model.load().upstream
     assert change is not None
     before = upstream.skeleton(change, base)
     after: dict[str, str] = {}
     for commit in upstream.render(change, base, before.get):
         after |= commit.files
+    return before, after
+
+
+@functools.cache
+def size(base: str) -> str:
+    """How many lines the change adds, and to how many files."""
+    before, after = change_of(base)
     lines = 0
     for path, text in after.items():
         compared = difflib.ndiff(before.get(path, "").splitlines(), text.splitlines())
         lines += sum(line.startswith("+ ") for line in compared)
     new = len(after.keys() - before.keys())
     return f"{lines} lines, in {new} new files and {len(after) - new} that are edited"
+
+
+def machine_code(content: dict[str, Any]) -> str:
+    """What tools/code_size.py found, as the end of a sentence."""
+    sizes = [f"{row['bytes'] / 1e6:.1f} MB of {row['name']}" for row in content["rows"]]
+    return f"{', '.join(sizes[:-1])} and {sizes[-1]} code by nvcc {content['nvcc']}"
 
 
 def _history(*command: str) -> str | None:
