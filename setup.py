@@ -50,6 +50,10 @@ SOURCES = [
     "native/binding/state.cpp",
 ]
 
+# Planner and CPU kernels know nothing of torch: no path to its headers, and the
+# same objects with any of its versions.
+WITHOUT_TORCH = ("native/plan/", "native/cpu/")
+
 # x86-64 only. The baseline has these kernels too: the widest that the machine
 # runs is chosen at run time. The order is the order of linking: an inline
 # function that several objects hold is taken from the first of them, so that
@@ -408,8 +412,6 @@ def extension(
             # at::parallel_for is inline: without -fopenmp it runs on one thread.
             "cxx": [
                 *common,
-                *defines,
-                *system,
                 "-g0",
                 "-fopenmp",
                 "-fvisibility=hidden",
@@ -417,8 +419,8 @@ def extension(
                 "-Wall",
                 "-Wextra",
             ],
-            # Kernels and launchers know nothing of torch: no path to its
-            # headers, and the same objects with any of its versions.
+            "torch": [*defines, *system],  # for what is not in WITHOUT_TORCH
+            # CUDA kernels and launchers know nothing of torch either.
             "nvcc": [
                 *common,
                 *gencode(config.archs),
@@ -443,7 +445,7 @@ def build_command(cpp_extension: Any, config: Config, info: dict[str, Any]) -> t
                 print(f"gn_override: {note}", file=sys.stderr, flush=True)
             record = Path(self.get_ext_fullpath(ext.name)).with_name("_build_info.json")
             record.unlink(missing_ok=True)  # no record beside half a library
-            self.compiler.compile = by_instruction_set(self.compiler.compile)
+            self.compiler.compile = by_flags(self.compiler.compile)
             try:
                 super().build_extension(ext)
             except RuntimeError as error:  # ninja has printed the compiler's words
@@ -458,30 +460,27 @@ def build_command(cpp_extension: Any, config: Config, info: dict[str, Any]) -> t
     return Build
 
 
-def by_instruction_set(compile_all: Any) -> Any:
-    """A compile method that gives the files of INSTRUCTION_SETS their flags.
+def by_flags(compile_all: Any) -> Any:
+    """A compile method that gives each source the flags that it needs, and no others.
 
-    Each file is a ninja run of its own beside the run for all the others, or after it where
+    Sources with the same flags are a ninja run of their own, beside the others or after them where
     MAX_JOBS limits the number of compilers.
     """
 
     def compile(sources: list[str], output_dir: str, extra_postargs: Any, **kw: Any) -> list[str]:
-        groups: list[tuple[list[str], list[str]]] = [
-            ([s for s in sources if s not in INSTRUCTION_SETS], [])
-        ]
-        groups += [([s], flags) for s, flags in INSTRUCTION_SETS.items() if s in sources]
-        workers = 1 if os.environ.get("MAX_JOBS") else len(groups)
+        def run(folder: str, chosen: list[str], flags: list[str]) -> list[str]:
+            postargs = {**extra_postargs, "cxx": extra_postargs["cxx"] + flags}
+            folder = str(Path(output_dir, folder))
+            return compile_all(chosen, output_dir=folder, extra_postargs=postargs, **kw)
+
+        alone = [s for s in sources if s.startswith(WITHOUT_TORCH) and s not in INSTRUCTION_SETS]
+        others = [s for s in sources if not s.startswith(WITHOUT_TORCH)]
+        runs = [("", others, extra_postargs["torch"]), ("without_torch", alone, [])]
+        for source, flags in INSTRUCTION_SETS.items():
+            runs += [(Path(source).stem, [source], flags)] if source in sources else []
+        workers = 1 if os.environ.get("MAX_JOBS") else len(runs)
         with ThreadPoolExecutor(workers) as pool:
-            jobs = [
-                pool.submit(
-                    compile_all,
-                    group,
-                    output_dir=str(Path(output_dir, Path(group[0]).stem if flags else "")),
-                    extra_postargs={**extra_postargs, "cxx": extra_postargs["cxx"] + flags},
-                    **kw,
-                )
-                for group, flags in groups
-            ]
+            jobs = [pool.submit(run, *arguments) for arguments in runs]
             return [obj for job in jobs for obj in job.result()]
 
     return compile

@@ -20,6 +20,10 @@ import torch
 # Their assertions say what they compared, as a test's do.
 pytest.register_assert_rewrite("fusing", "reference")
 
+# Files of many minutes, most of them spent by compilers: where processes share the tests, these
+# begin first, so that none is left with one of them at the end.
+LONGEST = ("emulator", "upstream_torch", "sanitizers", "compile", "assembly")
+
 SEED = int(os.environ.get("GN_OVERRIDE_TEST_SEED", "0"))
 
 
@@ -53,6 +57,8 @@ def why_no_cuda() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
     for marker, why_not in (("cuda", why_no_cuda), ("cuda_build", why_no_cuda_build)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = why_not() if marked else None

@@ -267,7 +267,7 @@ def test_source_lists_name_every_source(setup: ModuleType) -> None:
 
 
 def test_another_torch_compiles_the_binding_again(setup: ModuleType, tmp_path: Path) -> None:
-    """Objects of one torch must not be linked for the next, but for the kernels' own."""
+    """Objects of one torch must not be linked for the next, but for the planner's and kernels'."""
     home = make_toolkit(tmp_path / "cuda")
     stock = fake_torch("13.0")
     other = SimpleNamespace(**{**vars(stock), "__version__": "2.15.0"})
@@ -276,21 +276,45 @@ def test_another_torch_compiles_the_binding_again(setup: ModuleType, tmp_path: P
         setup.extension(torch, [f"/{torch.__version__}"], config, {"NAME": value})
         for torch, value in ((stock, True), (other, False))
     )
-    assert one.extra_compile_args["cxx"] != two.extra_compile_args["cxx"]
-    assert one.extra_compile_args["nvcc"] == two.extra_compile_args["nvcc"]
+    assert one.extra_compile_args["torch"] != two.extra_compile_args["torch"]
+    for alone in ("cxx", "nvcc"):
+        assert one.extra_compile_args[alone] == two.extra_compile_args[alone]
 
 
 def test_torch_headers_are_out_of_the_kernels_reach(setup: ModuleType, tmp_path: Path) -> None:
     home = make_toolkit(tmp_path / "cuda")
     config = setup.configure(fake_torch("13.0"), {"PATH": str(home / "bin")})
     flags = setup.extension(torch, ["/torch/include"], config, {"NAME": True}).extra_compile_args
-    assert {"/torch/include", "-DGN_OVERRIDE_NAME=1", "-DGN_OVERRIDE_WITH_CUDA=1"} <= {
-        *flags["cxx"]
-    }
-    assert "/torch/include" not in flags["nvcc"]
-    assert not [f for f in flags["nvcc"] if f.startswith("-DGN_OVERRIDE")]
+    of_torch = {"/torch/include", "-DGN_OVERRIDE_NAME=1", "-DGN_OVERRIDE_WITH_CUDA=1"}
+    assert of_torch <= {*flags["torch"]}
     for compiler in ("cxx", "nvcc"):
+        assert "/torch/include" not in flags[compiler]
+        assert not [f for f in flags[compiler] if f.startswith("-DGN_OVERRIDE")]
         assert not [f for f in flags[compiler] if "fast" in f or "-march" in f]
+
+
+def test_sources_have_the_flags_that_they_need(setup: ModuleType, monkeypatch) -> None:
+    """The binding those of torch, some kernels those of their instruction set; objects are linked
+    in the order of the lists."""
+    monkeypatch.setenv("MAX_JOBS", "1")
+    sources = [*setup.SOURCES, *setup.INSTRUCTION_SETS, *setup.CUDA_SOURCES]
+    flags: dict[str, list[str]] = {}
+
+    def compile_all(chosen: list[str], output_dir: str, extra_postargs: dict[str, list[str]]):
+        flags.update({source: extra_postargs["cxx"] for source in chosen})
+        return [f"{output_dir}/{source}" for source in chosen]
+
+    postargs = {"cxx": ["-O3"], "torch": ["-DTORCH"], "nvcc": []}
+    objects = setup.by_flags(compile_all)(sources, "out", postargs)
+    assert len(set(objects)) == len(sources)
+    for source in sources:
+        expected = setup.INSTRUCTION_SETS.get(source, [])
+        if source.endswith(".cpp") and not source.startswith(("native/plan", "native/cpu")):
+            expected = ["-DTORCH"]
+        if source.endswith(".cpp"):
+            assert flags[source] == ["-O3", *expected]
+    of_sets = [o for o in objects if o.endswith(tuple(setup.INSTRUCTION_SETS))]
+    assert objects[-2:] == of_sets and of_sets[0].endswith("avx2.cpp")
 
 
 def test_flags_of_both_backends(setup: ModuleType, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.any_torch
+
 ROOT = Path(__file__).resolve().parent.parent
 NATIVE = ROOT / "native"
 # What each layer may include of the others.

@@ -20,6 +20,8 @@ from shapes import CPU_CASES, EDGE_CASES, EMPTY_CASES, KERNEL_CASES, LARGE_CASES
 
 import gn_override  # noqa: F401  (loads the extension)
 
+pytestmark = pytest.mark.any_torch
+
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 PARAMS = {"float32": "float32", "float64": "float64", "float16": "float32", "bfloat16": "bfloat16"}

@@ -22,6 +22,8 @@ import tune
 import verify_gpu
 from measured import HEAD
 
+pytestmark = pytest.mark.any_torch
+
 # tools/progress.py, tools/results.py.
 
 

@@ -26,6 +26,8 @@ from shapes import Case
 
 from gn_override import _bench, _picture
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.fixture
 def fake_timing(monkeypatch):

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from processes import run_python
 from torch import nn
 
+pytestmark = pytest.mark.any_torch
+
 # tools/neighbours.py.
 
 

@@ -17,6 +17,8 @@ import tune
 from measured import SMALL
 from shapes import Case
 
+pytestmark = pytest.mark.any_torch
+
 # Plans.
 
 

@@ -12,6 +12,8 @@ import render_readme
 import results
 import verify_gpu
 
+pytestmark = pytest.mark.any_torch
+
 
 def test_convergence_is_within_the_noise_of_two_seeds():
     steps = 2 * convergence.WINDOW

@@ -1,4 +1,4 @@
-"""Parity of the in-tree glue with stock through PyTorch's dispatch stubs; test_upstream.py runs it.
+"""Parity of the in-tree glue with stock through dispatch stubs; test_upstream_torch.py runs it.
 
     python tests/upstream_parity.py LIBRARY
 
