@@ -54,6 +54,7 @@ CASES = (
     Case("vectors_of_two", (3, 6, 9, 31), 3),
     Case("odd", (2, 9, 7, 5), 3),
     Case("odd_pixels", (1, 9, 31, 29), 3),  # that threads of the second of two passes walk on to
+    Case("many_samples", (19, 6, 3, 2), 3),  # that the second of two passes takes one by one
     Case("many_tiles", (2, 1040, 3, 2), 26),
     Case("one_group", (3, 96, 5, 9), 1),
     Case("group_each", (3, 96, 5, 9), 96),

@@ -42,6 +42,7 @@ struct Tiling {
   FastDivisor columns;
   FastDivisor rows;
   FastDivisor column_tiles;
+  int turns; // in which every split has `rows` pixels (see two_pass.cuh)
   int merge_shift; // log2(channels_of_one_group())
   // Neighbouring threads, a power of two, that fold a segment together; those
   // that fold a channel, at most a warp.

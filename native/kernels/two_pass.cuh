@@ -2,7 +2,6 @@
 //
 //   forward   statistics -> combine_statistics -> normalize
 //   backward  gradient_sums -> combine_sums -> input_gradient
-//                           -> parameter_gradients
 //
 // The first pass leaves a result for each segment, that is, what a tile and a
 // group have in common. The segment of tile t and group g has slot t + g: going
@@ -10,18 +9,103 @@
 // unique, and a group's are consecutive.
 //
 // The second pass is a map. Like an elementwise kernel it has many short
-// blocks, whose loads are under way while others store. They go through memory
-// in reverse order, as what the first pass has read last may still be in the L2
-// cache: the end of a sample or, where samples are split, of each split. While
-// its pixels are on their way, a block prepares what it needs of each channel.
+// blocks, whose loads are under way while others store. While its pixels are on
+// their way, a block prepares what it needs of each channel.
+//
+// The first pass goes through all samples at the same time, each from its first
+// pixel to its last. What it has read last may still be in the L2 cache, so the
+// second goes the other way.
 #pragma once
 
 #include "native/kernels/activation.cuh"
 #include "native/kernels/gradients.cuh"
 #include "native/kernels/hardware.cuh"
 #include "native/kernels/moments.cuh"
+#include "native/kernels/slab.cuh"
 
 namespace gn_override {
+
+// A block of the first pass: the splits of a sample take turns at its pixels,
+// `rows` at a time.
+__device__ __forceinline__ Position position_in_turns(
+    const Shape& shape,
+    const Tiling& tiling,
+    int vector,
+    int block) {
+  Position at = position_in_memory_order(shape, tiling, vector, block);
+  const int rows = tiling.rows.divisor();
+  const int64_t turn = rows * tiling.splits.divisor();
+  const int left = static_cast<int>(shape.HxW - tiling.turns * turn);
+  at.first_pixel = at.split * rows;
+  at.pixels = tiling.turns * rows + min(max(left - at.split * rows, 0), rows);
+  return at;
+}
+
+// From a thread's pixel to its next in the first pass.
+__device__ __forceinline__ int64_t
+step_of_turns(const Shape& shape, const Tiling& tiling) {
+  return static_cast<int64_t>(tiling.rows.divisor()) * tiling.splits.divisor() *
+      shape.C;
+}
+
+// Samples that the second pass goes through at the same time, at most: more are
+// so far apart that reading and writing takes longer, and it takes one by one.
+constexpr int kSamplesInTurns = 16;
+
+// A block of the second pass.
+__device__ __forceinline__ Position
+position_in_map(const Shape& shape, const Tiling& tiling, int vector) {
+  const int block = gridDim.x - 1 - blockIdx.x;
+  if (shape.N > kSamplesInTurns) {
+    return position_in_memory_order(shape, tiling, vector, block);
+  }
+  const int samples = static_cast<int>(shape.N);
+  const int rest = tiling.column_tiles.quotient(block);
+  const int split = rest / samples;
+  return Position(
+      shape,
+      tiling,
+      vector,
+      rest - split * samples,
+      split,
+      block - rest * tiling.column_tiles.divisor());
+}
+
+// The results of the first pass that sample n's group has: of each split those
+// of some consecutive slots.
+struct SegmentsOfGroup {
+  int64_t first;
+  int slots; // of a split
+  int tiles; // that have a segment of the group
+  int count; // of all splits
+
+  __device__ SegmentsOfGroup(
+      const Shape& shape,
+      const Tiling& tiling,
+      int vector,
+      int64_t n,
+      int group) {
+    const int tile_width = tiling.columns.divisor() * vector;
+    const int channel = group * shape.D.divisor();
+    const int first_tile = channel / tile_width;
+    tiles = (channel + shape.D.divisor() - 1) / tile_width - first_tile + 1;
+    slots = shape.G + tiling.column_tiles.divisor() - 1;
+    first = n * tiling.splits.divisor() * slots + first_tile + group;
+    count = tiles * tiling.splits.divisor();
+  }
+
+  __device__ int64_t operator[](int i) const {
+    const int split = i / tiles;
+    return first + static_cast<int64_t>(split) * slots + i - split * tiles;
+  }
+};
+
+// Slot 0 of a block's segments, those of tile t of group 0.
+__device__ __forceinline__ int64_t
+first_slot(const Shape& shape, const Tiling& tiling, const Position& at) {
+  const int slots = shape.G + tiling.column_tiles.divisor() - 1;
+  return (at.n * tiling.splits.divisor() + at.split) * slots + at.tile;
+}
 
 // Channels of a block of the second pass, at most.
 template <typename T>
@@ -51,13 +135,6 @@ constexpr bool kWalksOn = sizeof(T) * kVector == kWalkedBytes;
 
 // -- forward -----------------------------------------------------------------
 
-// Of a split.
-__device__ __forceinline__ int slots_of(
-    const Shape& shape,
-    const Tiling& tiling) {
-  return shape.G + tiling.column_tiles.divisor() - 1;
-}
-
 // partial[n][split][slot] is of the segment. Dynamic shared memory: fold_size()
 // accumulators. At most a warp folds a segment.
 template <typename T, typename TY, int kVector>
@@ -68,14 +145,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         const T* X,
         Moments<Accumulator<T>>* partial) {
   using Acc = Accumulator<T>;
-  const Position at =
-      position_in_memory_order(shape, tiling, kVector, blockIdx.x);
+  const Position at = position_in_turns(shape, tiling, kVector, blockIdx.x);
 
   allow_next_kernel();
   wait_for_previous_kernel();
   ChannelMoments<T, TY, kVector> moments;
   if (at.active) {
-    const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
+    const int64_t step = step_of_turns(shape, tiling);
     const T* const address = X + at.offset(shape);
     for_each_run_of_pixels<kBatch<T, kVector>>(
         pixels_of_thread(tiling, at), [&](int first, auto pixels) {
@@ -86,9 +162,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
   }
 
   unsigned char* const shared = dynamic_shared_memory();
-  const int slots = slots_of(shape, tiling);
-  Moments<Acc>* const own =
-      partial + (at.n * tiling.splits.divisor() + at.split) * slots + at.tile;
+  Moments<Acc>* const own = partial + first_slot(shape, tiling, at);
   fold_segments(
       shape,
       tiling,
@@ -123,16 +197,7 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   const int64_t index = idle ? last_index : team.index();
   const int64_t n = index / shape.G;
   const int group = static_cast<int>(index % shape.G);
-
-  const int tile_width = tiling.columns.divisor() * vector;
-  const int first = group * shape.D.divisor();
-  const int last = first + shape.D.divisor() - 1;
-  const int first_tile = first / tile_width;
-  const int tiles = last / tile_width - first_tile + 1;
-  const int slots = slots_of(shape, tiling);
-  const Moments<Acc>* const own =
-      partial + n * tiling.splits.divisor() * slots + group + first_tile;
-
+  const SegmentsOfGroup segments(shape, tiling, vector, n, group);
   const Acc per_group =
       1 / (static_cast<Acc>(shape.HxW) * static_cast<Acc>(shape.D.divisor()));
 
@@ -141,12 +206,9 @@ __global__ void __launch_bounds__(kMaxThreads) combine_statistics(
   Moments<Acc> of_group = merge_moments<T, 1, Acc>(
       team.rank(),
       team.size(),
-      tiles * tiling.splits.divisor(),
-      [&](int i) {
-        const int split = i / tiles;
-        return own[static_cast<int64_t>(split) * slots + i - split * tiles];
-      },
-      [&] { return own->mean; },
+      segments.count,
+      [&](int i) { return partial[segments[i]]; },
+      [&] { return partial[segments.first].mean; },
       true,
       [&](auto& sums) { team.sum(sums); },
       &per_group);
@@ -173,8 +235,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerMultiprocessor<T>)
         Activation activation, // kFused alone
         TY* Y) {
   using Acc = Accumulator<T>;
-  const Position at = position_in_memory_order(
-      shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
+  const Position at = position_in_map(shape, tiling, kVector);
   wait_for_previous_kernel();
   constexpr int kPixels = kBatch<T, kVector>;
   const int pixels = pixels_of_thread(tiling, at);
@@ -252,8 +313,9 @@ __device__ __forceinline__ auto moments_at(
   };
 }
 
-// sums[n][split][c] = (sum dZ xhat, sum dZ) over the split's pixels. Dynamic
-// shared memory: fold_size() accumulators.
+// of_channels[n][split][c] = (sum dZ xhat, sum dZ) over the split's pixels;
+// of_segments[n][split][slot] is the sum of gamma times that over a segment's
+// channels. Dynamic shared memory: fold_size() accumulators.
 template <typename T, typename TY, int kVector, bool kFused>
 __global__ void __launch_bounds__(
     kMaxThreads,
@@ -265,15 +327,20 @@ __global__ void __launch_bounds__(
         const T* X,
         ParameterIn<TY> mean_in,
         ParameterIn<TY> rstd_in,
-        ParameterIn<TY> gamma, // kFused alone
+        ParameterIn<TY> gamma,
         ParameterIn<TY> beta, // kFused alone
         Activation activation, // kFused alone
-        Pair<Accumulator<T>>* sums) {
+        Pair<Accumulator<T>>* of_channels,
+        Pair<Accumulator<T>>* of_segments) {
   using Acc = Accumulator<T>;
-  const Position at =
-      position_in_memory_order(shape, tiling, kVector, blockIdx.x);
+  const Position at = position_in_turns(shape, tiling, kVector, blockIdx.x);
+  const int tile_width = tiling.columns.divisor() * kVector;
+  const int first_channel = at.tile * tile_width;
+  const int channels = min(tile_width, shape.C - first_channel);
+  ParameterCopy<TY> gammas(gamma, 1, channels);
   allow_next_kernel();
   wait_for_previous_kernel();
+  gammas.fetch(first_channel);
   constexpr int kForwardMaps = kFused ? kMapChannels<T> : 1; // kFused alone
   __shared__ Pair<Acc> forward_maps[kForwardMaps]; // kFused alone
   if constexpr (kFused) {
@@ -291,16 +358,20 @@ __global__ void __launch_bounds__(
     });
     __syncthreads();
   }
-  Pair<Acc> of_thread[kVector] = {};
+  Acc mean[kVector];
+  Acc rstd[kVector];
   if (at.active) {
-    Acc mean[kVector];
-    Acc rstd[kVector];
     const auto moments_of = moments_at(shape, at.n, mean_in, rstd_in);
     read_moments(shape, at.channel, moments_of, mean, rstd);
+  }
+  __shared__ Acc weights[kMapChannels<T>];
+  gammas.store([&](int c, Acc weight) { weights[c] = weight; });
+  Pair<Acc> of_thread[kVector] = {};
+  if (at.active) {
     const auto differentiation = differentiation_of<kFused, TY>(
         activation,
         SharedMaps<Acc>{forward_maps + at.column, tiling.columns.divisor()});
-    const int64_t step = static_cast<int64_t>(tiling.rows.divisor()) * shape.C;
+    const int64_t step = step_of_turns(shape, tiling);
     const int64_t offset = at.offset(shape);
     GradientSums<T, TY, kVector> gradients;
     for_each_run_of_pixels<kBatchOfPairs<TY, kVector>>(
@@ -318,9 +389,8 @@ __global__ void __launch_bounds__(
     gradients.finish(rstd, of_thread);
   }
 
-  unsigned char* const shared = dynamic_shared_memory();
-  const int first_channel = at.tile * tiling.columns.divisor() * kVector;
-  Pair<Acc>* const own = sums +
+  __shared__ Pair<Acc> weighted[kMapChannels<T>];
+  Pair<Acc>* const own = of_channels +
       (at.n * tiling.splits.divisor() + at.split) * shape.C + first_channel;
   fold_rows<TY>(
       tiling.columns,
@@ -328,89 +398,83 @@ __global__ void __launch_bounds__(
       threadIdx.x,
       tiling.lanes_per_channel,
       of_thread,
-      reinterpret_cast<Pair<Acc>*>(shared),
-      [&](int channel, Pair<Acc> sum) {
-        if (first_channel + channel < shape.C) {
-          own[channel] = sum;
+      reinterpret_cast<Pair<Acc>*>(dynamic_shared_memory()),
+      [&](int c, Pair<Acc> sum) {
+        if (c < channels) {
+          own[c] = sum;
+          weighted[c] = {weights[c] * sum.first, weights[c] * sum.second};
         }
       });
+  __syncthreads();
+
+  const int first_group = shape.D.quotient(first_channel);
+  const int last_group = shape.D.quotient(first_channel + channels - 1);
+  const Runs runs(tiling.lanes_per_segment);
+  runs.deal(last_group - first_group + 1, [&](int i, int lane, bool exists) {
+    const int group = first_group + i;
+    const int begin = max(group * shape.D.divisor() - first_channel, 0);
+    const int end =
+        min((group + 1) * shape.D.divisor() - first_channel, channels);
+    Acc sum[2] = {0, 0};
+    for (int c = begin + lane; c < end; c += runs.lanes) {
+      sum[0] += weighted[c].first;
+      sum[1] += weighted[c].second;
+    }
+    sum_lanes(sum, runs.lanes);
+    if (lane == 0 && exists) {
+      of_segments[first_slot(shape, tiling, at) + group] = {sum[0], sum[1]};
+    }
+  });
 }
 
-// Items that a thread of a team loads before it uses the first.
-constexpr int kItemsAtOnce = 4;
-
-// Walks the items of a [height, width] array in steps of `step` without a
-// division per item.
-struct Walk {
-  int x;
-  int y;
-  int step_x;
-  int step_y;
-  int width;
-
-  __device__ Walk(int first, int step, int width)
-      : x(first % width),
-        y(first / width),
-        step_x(step % width),
-        step_y(step / width),
-        width(width) {}
-
-  __device__ void next() {
-    x += step_x;
-    y += step_y;
-    if (x >= width) {
-      x -= width;
-      ++y;
-    }
-  }
-};
-
-// of_groups[n][g]. T: that of X. One team for each (n, g).
+// of_groups[n][g], by one team for each (n, g) in the first `team_blocks`
+// blocks; dgamma and dbeta, by a block for each kParameterChannels channels. T:
+// that of X.
 template <typename T, typename TY, bool kBlock>
 __global__ void __launch_bounds__(kMaxThreads) combine_sums(
     Shape shape,
+    Tiling tiling,
     int lanes,
-    int splits,
-    const Pair<Accumulator<T>>* sums,
+    int vector,
+    unsigned team_blocks,
+    const Pair<Accumulator<T>>* of_channels,
+    const Pair<Accumulator<T>>* of_segments,
     ParameterIn<TY> mean_in,
     ParameterIn<TY> rstd_in,
-    ParameterIn<TY> gamma,
-    GradientOfGroup<Accumulator<T>>* of_groups) {
+    GradientOfGroup<Accumulator<T>>* of_groups,
+    ParameterOut<TY> dgamma,
+    ParameterOut<TY> dbeta) {
   using Acc = Accumulator<T>;
+  allow_next_kernel();
+  if (blockIdx.x >= team_blocks) {
+    wait_for_previous_kernel();
+    __shared__ CompensatedSum<Acc> of_threads[2 * kMaxThreads];
+    sum_parameter_gradients<TY>(
+        shape.C,
+        shape.N * tiling.splits.divisor(),
+        kMaxThreads / kParameterChannels,
+        (blockIdx.x - team_blocks) * kParameterChannels,
+        of_channels,
+        of_threads,
+        dgamma,
+        dbeta);
+    return;
+  }
   const Team<kBlock> team(lanes);
-  const int64_t index = team.index();
-  const bool idle = index >= shape.N * shape.G; // stays for the sums
-  const int64_t n = idle ? 0 : index / shape.G;
-  const int first =
-      idle ? 0 : static_cast<int>(index % shape.G) * shape.D.divisor();
-  const Pair<Acc>* const own = sums + n * splits * shape.C + first;
+  const int64_t last_index = shape.N * shape.G - 1;
+  const bool idle = team.index() > last_index; // stays for the sums
+  const int64_t index = idle ? last_index : team.index();
+  const int64_t n = index / shape.G;
+  const int group = static_cast<int>(index % shape.G);
+  const SegmentsOfGroup segments(shape, tiling, vector, n, group);
 
   wait_for_previous_kernel();
   Acc sum[2] = {0, 0}; // of gamma dZ xhat, gamma dZ
-  const int64_t items = static_cast<int64_t>(splits) * shape.D.divisor();
-  Walk walk(team.rank(), team.size(), shape.D.divisor());
-  for (int64_t i = team.rank(); i < items; i += kItemsAtOnce * team.size()) {
-    Pair<Acc> of_channel[kItemsAtOnce];
-    Acc weight[kItemsAtOnce];
-#pragma unroll
-    for (int k = 0; k < kItemsAtOnce; ++k) {
-      // No branch before the loads: all at once.
-      const bool exists = i + k * team.size() < items;
-      const int channel = exists ? walk.x : 0;
-      const int64_t row = exists ? walk.y : 0;
-      of_channel[k] = own[row * shape.C + channel];
-      weight[k] = gamma.at(first + channel, 1);
-      if (!exists) {
-        of_channel[k] = {0, 0};
-        weight[k] = 0;
-      }
-      walk.next();
-    }
-#pragma unroll
-    for (int k = 0; k < kItemsAtOnce; ++k) {
-      sum[0] += weight[k] * of_channel[k].first;
-      sum[1] += weight[k] * of_channel[k].second;
-    }
+#pragma unroll 4
+  for (int i = team.rank(); i < segments.count; i += team.size()) {
+    const Pair<Acc> of_segment = of_segments[segments[i]];
+    sum[0] += of_segment.first;
+    sum[1] += of_segment.second;
   }
   team.sum(sum);
   if (!idle && team.rank() == 0) {
@@ -437,8 +501,7 @@ __global__ void __launch_bounds__(
         Activation activation, // kFused alone
         T* dX) {
   using Acc = Accumulator<T>;
-  const Position at = position_in_memory_order(
-      shape, tiling, kVector, gridDim.x - 1 - blockIdx.x);
+  const Position at = position_in_map(shape, tiling, kVector);
   wait_for_previous_kernel();
   constexpr int kPixels = kMappedPairs<TY, kVector, kFused>;
   const int pixels = pixels_of_thread(tiling, at);

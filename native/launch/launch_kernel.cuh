@@ -165,6 +165,8 @@ inline Tiling tiling_of(
       .columns = FastDivisor(plan.columns),
       .rows = FastDivisor(plan.rows),
       .column_tiles = FastDivisor(plan.column_tiles),
+      .turns = static_cast<int>(
+          problem.HxW / (int64_t{1} * plan.rows * plan.splits)),
       .merge_shift = std::countr_zero(
           static_cast<unsigned>(
               channels_of_one_group(problem.D(), plan.vector))),

@@ -5,7 +5,7 @@
 
 #include "native/kernels/resident_backward.cuh"
 #include "native/kernels/resident_forward.cuh"
-#include "native/launch/parameter_gradients.cuh"
+#include "native/launch/launch_kernel.cuh"
 #include "native/launch/resident.h"
 #include "native/plan/workspace_cuda.h"
 
@@ -156,7 +156,16 @@ cudaError_t resident_backward(
       plan.scheme == Scheme::kCooperative) {
     return error;
   }
-  return launch_parameter_gradients<TY>(problem, plan, sums, arguments, stream);
+  // A cluster has not all samples.
+  return launch_kernel<parameter_gradients<TY>>(
+      {.blocks = static_cast<unsigned>(ceil_div(problem.C, kParameterChannels)),
+       .threads = kMaxThreads},
+      stream,
+      static_cast<int>(problem.C),
+      problem.N * plan.splits,
+      static_cast<const Pair<Acc>*>(sums),
+      ParameterOut<TY>{arguments.dgamma, parameter},
+      ParameterOut<TY>{arguments.dbeta, parameter});
 }
 
 } // namespace gn_override

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "native/kernels/two_pass.cuh"
-#include "native/launch/parameter_gradients.cuh"
+#include "native/launch/launch_kernel.cuh"
 #include "native/launch/two_pass.h"
 #include "native/plan/workspace_cuda.h"
 
@@ -27,6 +27,13 @@ cudaError_t with_team(int64_t teams, int64_t items, F f) {
       std::false_type(),
       lanes,
       static_cast<unsigned>(ceil_div(teams, of_block)));
+}
+
+// Of all splits, at most.
+inline int64_t segments_of_group(const Problem& problem, const Plan& plan) {
+  const int tile_width = plan.columns * plan.vector;
+  return plan.splits *
+      std::min<int64_t>(plan.column_tiles, (problem.D() - 1) / tile_width + 2);
 }
 
 // The first pass's plan, as that of the second, whose threads have `pixels`
@@ -62,6 +69,8 @@ cudaError_t two_pass_forward(
   const Tiling tiling = tiling_of(problem, plan);
   const DType parameter = problem.param_dtype;
   const DType statistic = problem.statistics_dtype();
+  const ParameterIn<TY> gamma{arguments.gamma, parameter};
+  const ParameterIn<TY> beta{arguments.beta, parameter};
   const CUDAWorkspace workspace(problem, plan);
   auto* const partial = static_cast<Moments<Acc>*>(arguments.workspace);
   auto* const of_groups =
@@ -82,11 +91,9 @@ cudaError_t two_pass_forward(
   if (error != cudaSuccess) {
     return error;
   }
-  const int64_t tiles_of_group = std::min<int64_t>(
-      plan.column_tiles, (problem.D() - 1) / (plan.columns * plan.vector) + 2);
   error = with_team(
       problem.N * problem.G,
-      plan.splits * tiles_of_group,
+      segments_of_group(problem, plan),
       [&](auto is_block, int lanes, unsigned team_blocks) {
         return launch_kernel<combine_statistics<TY, is_block>>(
             {.blocks = team_blocks, .threads = kMaxThreads},
@@ -114,8 +121,8 @@ cudaError_t two_pass_forward(
         tiling_of(problem, map),
         X,
         static_cast<const Moments<Acc>*>(of_groups),
-        ParameterIn<TY>{arguments.gamma, parameter},
-        ParameterIn<TY>{arguments.beta, parameter},
+        gamma,
+        beta,
         problem.activation, // kFused alone
         static_cast<TY*>(arguments.Y));
   });
@@ -135,8 +142,11 @@ cudaError_t two_pass_backward(
   const ParameterIn<TY> rstd{arguments.rstd, statistic};
   const ParameterIn<TY> gamma{arguments.gamma, parameter};
   const ParameterIn<TY> beta{arguments.beta, parameter}; // kFused alone
+  const Tiling tiling = tiling_of(problem, plan);
   const CUDAWorkspace workspace(problem, plan);
-  auto* const sums = static_cast<Pair<Acc>*>(arguments.workspace);
+  auto* const of_channels = static_cast<Pair<Acc>*>(arguments.workspace);
+  Pair<Acc>* const of_segments =
+      of_channels + problem.N * plan.splits * problem.C;
   auto* const of_groups =
       static_cast<GradientOfGroup<Acc>*>(workspace.rest(arguments.workspace));
   const auto* const dY = static_cast<const TY*>(arguments.dY);
@@ -149,61 +159,64 @@ cudaError_t two_pass_backward(
          .shared_bytes = plan.shared_bytes},
         stream,
         shape,
-        tiling_of(problem, plan),
+        tiling,
         dY,
         X,
         mean,
         rstd,
-        gamma, // kFused alone
+        gamma,
         beta, // kFused alone
         problem.activation, // kFused alone
-        sums);
+        of_channels,
+        of_segments);
   });
   if (error != cudaSuccess) {
     return error;
   }
-  if (problem.want_dX) {
-    error = with_team(
-        problem.N * problem.G,
-        plan.splits * problem.D(),
-        [&](auto is_block, int lanes, unsigned team_blocks) {
-          return launch_kernel<combine_sums<T, TY, is_block>>(
-              {.blocks = team_blocks, .threads = kMaxThreads},
-              stream,
-              shape,
-              lanes,
-              plan.splits,
-              static_cast<const Pair<Acc>*>(sums),
-              mean,
-              rstd,
-              gamma,
-              of_groups);
-        });
-    if (error != cudaSuccess) {
-      return error;
-    }
-    error = with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
-      constexpr int kPixels = kMappedPairs<TY, vector, kFused>;
-      const Plan map = map_plan(problem, plan, kPixels);
-      return launch_kernel<input_gradient<T, TY, vector, kFused>>(
-          {.blocks = blocks_of(map, problem.N),
-           .threads = static_cast<unsigned>(map.threads)},
-          stream,
-          shape,
-          tiling_of(problem, map),
-          dY,
-          X,
-          static_cast<const GradientOfGroup<Acc>*>(of_groups),
-          gamma,
-          beta, // kFused alone
-          problem.activation, // kFused alone
-          static_cast<T*>(arguments.dX));
-    });
-    if (error != cudaSuccess) {
-      return error;
-    }
+  error = with_team(
+      problem.want_dX ? problem.N * problem.G : 0,
+      segments_of_group(problem, plan),
+      [&](auto is_block, int lanes, unsigned team_blocks) {
+        const int64_t of_parameters = problem.wants_parameters()
+            ? ceil_div(problem.C, kParameterChannels)
+            : 0;
+        return launch_kernel<combine_sums<T, TY, is_block>>(
+            {.blocks = team_blocks + static_cast<unsigned>(of_parameters),
+             .threads = kMaxThreads},
+            stream,
+            shape,
+            tiling,
+            lanes,
+            plan.vector,
+            team_blocks,
+            static_cast<const Pair<Acc>*>(of_channels),
+            static_cast<const Pair<Acc>*>(of_segments),
+            mean,
+            rstd,
+            of_groups,
+            ParameterOut<TY>{arguments.dgamma, parameter},
+            ParameterOut<TY>{arguments.dbeta, parameter});
+      });
+  if (error != cudaSuccess || !problem.want_dX) {
+    return error;
   }
-  return launch_parameter_gradients<TY>(problem, plan, sums, arguments, stream);
+  return with_vector<T, TY, sizeof(T)>(plan, [&](auto vector) {
+    constexpr int kPixels = kMappedPairs<TY, vector, kFused>;
+    const Plan map = map_plan(problem, plan, kPixels);
+    return launch_kernel<input_gradient<T, TY, vector, kFused>>(
+        {.blocks = blocks_of(map, problem.N),
+         .threads = static_cast<unsigned>(map.threads)},
+        stream,
+        shape,
+        tiling_of(problem, map),
+        dY,
+        X,
+        static_cast<const GradientOfGroup<Acc>*>(of_groups),
+        gamma,
+        beta, // kFused alone
+        problem.activation, // kFused alone
+        static_cast<T*>(arguments.dX));
+  });
 }
 
 } // namespace gn_override

@@ -10,8 +10,8 @@ namespace gn_override {
 constexpr int64_t kOfGroupAlignment = 32;
 
 // First partial results, what each split found of what it has; then the rest.
-//   two passes   [N][splits][segments] (see two_pass.cuh), backward
-//                [N][splits][C]; then [N][G], of all splits
+//   two passes   backward [N][splits][C]; [N][splits][segments] (see
+//                two_pass.cuh); then [N][G], of all splits
 //   resident     backward [N][splits][C], unless a cluster has all samples
 //   cooperative  backward [N][splits][C]; then [N][G][splits], which the blocks
 //                exchange
@@ -25,7 +25,8 @@ struct CUDAWorkspace {
     int64_t rest = 0; // of a sample
     switch (plan.scheme) {
       case Scheme::kTwoPass:
-        of_split = forward ? problem.G + plan.column_tiles - 1 : problem.C;
+        of_split =
+            (forward ? 0 : problem.C) + problem.G + plan.column_tiles - 1;
         rest = problem.G * kOfGroupSize * problem.accumulator_bytes();
         break;
       case Scheme::kResident:
