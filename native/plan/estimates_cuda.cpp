@@ -1,6 +1,7 @@
 // Nanoseconds and bytes per nanosecond, fitted on an H200 to the times of all
 // plans of 117 shapes, and again of 110 when blocks had begun to prefetch;
-// those of two passes to 17 shapes when the second had become a map.
+// those of two passes, and kSharedNarrow, to 121 shapes when the first had
+// begun to add up segments.
 // tools/tune.py measures these, and says how much longer the plans that are
 // chosen take than the best ones.
 #include "native/plan/estimates_cuda.h"
@@ -29,6 +30,8 @@ constexpr ByDirection kEveryTile{0.259, 0.239};
 // And vectors of less than 16 bytes, or of 2, take more instructions.
 constexpr double kNarrowVectors = 1.754;
 constexpr double kNarrowestVectors = 2;
+// Some of which blocks hide from each other that share a multiprocessor.
+constexpr double kSharedNarrow = 0.75;
 // Some of which the whole chip hides, if they have 8.
 constexpr ByDirection kHalfVectorsOfChip{kNarrowVectors, 1.25};
 // More so where the whole chip has several tiles of them.
@@ -69,9 +72,13 @@ constexpr ByDirection kCooperativeBytesPerNs{35.5, 32.5};
 // What the L2 cache holds is read again in less time, by this share.
 constexpr double kCachedGain = 0.6;
 
-constexpr ByDirection kTwoPassCall{11000, 15000};
-constexpr ByDirection kTwoPassBytesPerNs{30.5, 31};
-constexpr double kNarrowTwoPass = 1.35; // times longer, by narrow vectors
+constexpr ByDirection kTwoPassCall{11000, 12500};
+constexpr ByDirection kTwoPassBytesPerNs{30.5, 33};
+// Times longer: by vectors of less than 16 bytes, or of 2.
+constexpr ByDirection kNarrowTwoPass{1.07, 1.03};
+constexpr double kNarrowestTwoPass = 1.4;
+// For each channel of a sample.
+constexpr double kTwoPassChannel = 0.025;
 
 double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
@@ -165,8 +172,9 @@ double estimate_resident(
   const int64_t waves = resident_waves(problem, device, plan, blocks_at_once);
   const auto first_threads = static_cast<double>(
       std::min(blocks_at_once, of_multiprocessor) * plan.threads);
-  const double block_bytes =
-      bytes_read(problem, plan) + bytes_written(problem, plan);
+  const bool hides = blocks_at_once > 1 && is_narrow(problem, plan.vector);
+  const double block_bytes = (hides ? kSharedNarrow : 1) *
+      (bytes_read(problem, plan) + bytes_written(problem, plan));
   const double moved = (1 + kLostThreads / first_threads) *
       std::max(of_multiprocessor * block_bytes / kMultiprocessorBytesPerNs,
                blocks * block_bytes /
@@ -219,9 +227,12 @@ estimate_two_pass(const Problem& problem, const Device& device, int vector) {
   const int64_t bytes = problem.numel() *
       (2 * problem.element_bytes_read() + problem.element_bytes_written());
   const double rate = of(kTwoPassBytesPerNs, problem) * device.sm_count;
+  const double longer = vector_bytes(problem, vector) == 2
+      ? kNarrowestTwoPass
+      : (is_narrow(problem, vector) ? of(kNarrowTwoPass, problem) : 1);
   double result = of(kTwoPassCall, problem) +
-      (is_narrow(problem, vector) ? kNarrowTwoPass : 1) *
-          static_cast<double>(bytes) / rate;
+      longer * static_cast<double>(bytes) / rate +
+      kTwoPassChannel * static_cast<double>(problem.N * problem.C);
   if (problem.is_fused()) {
     const int evaluations = problem.direction == Direction::kForward ? 1 : 2;
     result += kActivation * evaluations * static_cast<double>(problem.numel()) /
