@@ -30,7 +30,8 @@ constexpr ByDirection kEveryTile{0.259, 0.239};
 // And vectors of less than 16 bytes, or of 2, take more instructions.
 constexpr double kNarrowVectors = 1.754;
 constexpr double kNarrowestVectors = 2;
-// Some of which blocks hide from each other that share a multiprocessor.
+// Some of which blocks hide from each other that share a multiprocessor, if
+// others follow them.
 constexpr double kSharedNarrow = 0.75;
 // Some of which the whole chip hides, if they have 8.
 constexpr ByDirection kHalfVectorsOfChip{kNarrowVectors, 1.25};
@@ -78,7 +79,7 @@ constexpr ByDirection kTwoPassBytesPerNs{30.5, 33};
 constexpr ByDirection kNarrowTwoPass{1.07, 1.03};
 constexpr double kNarrowestTwoPass = 1.4;
 // For each channel of a sample.
-constexpr double kTwoPassChannel = 0.025;
+constexpr ByDirection kTwoPassChannel{0.008, 0.025};
 
 double of(const ByDirection& estimate, const Problem& problem) {
   return estimate[problem.direction == Direction::kForward ? 0 : 1];
@@ -172,7 +173,8 @@ double estimate_resident(
   const int64_t waves = resident_waves(problem, device, plan, blocks_at_once);
   const auto first_threads = static_cast<double>(
       std::min(blocks_at_once, of_multiprocessor) * plan.threads);
-  const bool hides = blocks_at_once > 1 && is_narrow(problem, plan.vector);
+  const bool hides =
+      blocks_at_once > 1 && waves > 1 && is_narrow(problem, plan.vector);
   const double block_bytes = (hides ? kSharedNarrow : 1) *
       (bytes_read(problem, plan) + bytes_written(problem, plan));
   const double moved = (1 + kLostThreads / first_threads) *
@@ -232,7 +234,7 @@ estimate_two_pass(const Problem& problem, const Device& device, int vector) {
       : (is_narrow(problem, vector) ? of(kNarrowTwoPass, problem) : 1);
   double result = of(kTwoPassCall, problem) +
       longer * static_cast<double>(bytes) / rate +
-      kTwoPassChannel * static_cast<double>(problem.N * problem.C);
+      of(kTwoPassChannel, problem) * static_cast<double>(problem.N * problem.C);
   if (problem.is_fused()) {
     const int evaluations = problem.direction == Direction::kForward ? 1 : 2;
     result += kActivation * evaluations * static_cast<double>(problem.numel()) /
