@@ -589,7 +589,7 @@ constexpr std::array kRules{
         plan_cooperative,
         "tiles too large for a cluster: the whole chip keeps as much of a few "
         "samples as fits, and reads the rest twice (2x256x200x272 bf16 on an "
-        "H200: 1.3 times a copy forward, two passes 1.7)"},
+        "H200: 1.3 times a copy forward, two passes 1.6)"},
     Rule{
         Scheme::kTwoPass,
         kTwoPassConditions,
