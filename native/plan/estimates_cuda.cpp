@@ -78,6 +78,8 @@ constexpr ByDirection kTwoPassBytesPerNs{30.5, 33};
 // Times longer: by vectors of less than 16 bytes, or of 2.
 constexpr ByDirection kNarrowTwoPass{1.07, 1.03};
 constexpr double kNarrowestTwoPass = 1.4;
+// An activation, which both passes evaluate backward: the second waits for it.
+constexpr ByDirection kTwoPassActivation{0.03, 0.09};
 // For each channel of a sample.
 constexpr ByDirection kTwoPassChannel{0.008, 0.025};
 
@@ -236,9 +238,8 @@ estimate_two_pass(const Problem& problem, const Device& device, int vector) {
       longer * static_cast<double>(bytes) / rate +
       of(kTwoPassChannel, problem) * static_cast<double>(problem.N * problem.C);
   if (problem.is_fused()) {
-    const int evaluations = problem.direction == Direction::kForward ? 1 : 2;
-    result += kActivation * evaluations * static_cast<double>(problem.numel()) /
-        device.sm_count;
+    result += of(kTwoPassActivation, problem) *
+        static_cast<double>(problem.numel()) / device.sm_count;
   }
   return result;
 }
