@@ -107,7 +107,7 @@ first_slot(const Shape& shape, const Tiling& tiling, const Position& at) {
   return (at.n * tiling.splits.divisor() + at.split) * slots + at.tile;
 }
 
-// Channels of a block of the second pass, at most.
+// Channels of a block at most, but of one of the forward statistics.
 template <typename T>
 constexpr int kMapChannels = kTwoPassSlice / sizeof(T);
 
