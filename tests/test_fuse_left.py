@@ -21,7 +21,7 @@ from fusing import NO_ACTIVATION, Calls, NormAct, TwoPairs, check_fused, check_l
 from torch import Tensor, nn
 
 import gn_override
-from gn_override import FusedPair, SkippedNorm, _forward, _fuse
+from gn_override import FusedPair, SkippedNorm, _forward, _fuse_class
 
 if TYPE_CHECKING:
     from nowhere import Missing  # type: ignore[import-not-found]
@@ -431,7 +431,7 @@ def test_loads_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     X, data = image(), pickle.dumps(model)
     expected = model(X)
     _forward.read.cache_clear()
-    _fuse._made.clear()
+    _fuse_class._made.clear()
     path.unlink()
     linecache.clearcache()
     again = pickle.loads(data)
