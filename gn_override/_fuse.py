@@ -197,9 +197,8 @@ def _runs(caller: nn.Module) -> Iterator[tuple[str, int, _forward.Run]]:
         yield "forward", 0, _forward.Run(tuple(children), branches=())
         return
     read = {"forward": _forward.read(forward)}
-    defined = vars(
-        _fuse_class.defining_class(_fuse_class.unfused(_fuse_class.defining_class(kind)))
-    )
+    original = _fuse_class.unfused(_fuse_class.defining_class(kind))
+    defined = vars(_fuse_class.defining_class(original))
     names = [*read["forward"].attributes]
     for name in names:  # which grows
         method = defined.get(name)
